@@ -1,0 +1,195 @@
+"""One packed row: who belongs together in it, a cache in blocks, and the attention function that serves both.
+
+Everything the model ever sees is ONE row [1, N] of tokens, and a small `Segments` object says which of them
+belong together. The same function then serves packed training (no padding and no mask tensor anywhere),
+prefill behind a shared prompt, ragged prefill after a tool's result, and decode from the cache (the idea of
+vLLM's paged attention, arXiv 2309.06180).
+
+Axis letters: N tokens of the row, B sequences in it, Hq / Hkv query and key heads, D head size, M blocks a
+table, S tokens a block, H hidden size.
+
+Left out: kernels of our own. Attention is torch's SDPA: on CPU one call for all decoding rows, one for each
+other sequence. To copy into another project: needs torch and transformers (5 or later), and nothing else of
+this folder.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+
+class Blocks:
+    """Keys and values in blocks of `size` tokens, taken once. A sequence owns a table, a list of block ids; a
+    block may be in several tables and is free again when the last of them is released.
+
+    k, v [layers, blocks, S, Hkv, D]. Block 0 belongs to nobody: tables are padded with it.
+    """
+
+    def __init__(self, config, blocks: int, size: int, dtype=torch.float32, device="cpu"):
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, blocks, size, heads, dim)
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.size, self.free, self.count = size, list(range(blocks - 1, 0, -1)), [0] * blocks
+        self.seen: set[int] = set()  # layers whose keys came by: the audit wants all of them
+
+    def needs(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def grow(self, table: list[int], tokens: int) -> bool:
+        """Extend the table to hold `tokens`. False, and nothing taken, if there are not enough free
+        blocks."""
+        missing = self.needs(tokens) - len(table)
+        if missing > len(self.free):
+            return False
+        for _ in range(missing):
+            table.append(self.free.pop())
+            self.count[table[-1]] = 1
+        return True
+
+    def fork(self, table: list[int], tokens: int) -> list[int] | None:
+        """A second table for the same first `tokens`: full blocks shared, the last, partly filled one copied.
+        None, and nothing taken, if that one finds no free block."""
+        full = tokens // self.size
+        if tokens % self.size and not self.free:
+            return None
+        new = table[:full]
+        for block in new:
+            self.count[block] += 1
+        if tokens % self.size:
+            new.append(self.free.pop())
+            self.count[new[-1]] = 1
+            self.k[:, new[-1]], self.v[:, new[-1]] = self.k[:, table[full]], self.v[:, table[full]]
+        return new
+
+    def release(self, table: list[int]) -> None:
+        for block in table:
+            self.count[block] -= 1
+            if not self.count[block]:
+                self.free.append(block)
+        table.clear()
+
+
+class Segments:
+    """Who belongs together in one packed row.
+
+    new     [B] ints  tokens of each sequence in this row, in order; N = sum(new)
+    past    [B] ints  tokens of each sequence that the cache already holds (none without a cache)
+    tables  [B, M] int64 on CPU, block ids of each sequence; needs room for past + new tokens
+    """
+
+    def __init__(
+        self, new, past=None, tables: Tensor | None = None, cache: Blocks | None = None, device="cpu"
+    ):
+        self.cache, self.tables = cache, tables
+        new = torch.as_tensor(new, dtype=torch.long)
+        past = torch.zeros_like(new) if past is None else torch.as_tensor(past, dtype=torch.long)
+        ends = new.cumsum(0)
+        owner = torch.repeat_interleave(new)  # [N] sequence of each token
+        position = torch.arange(int(ends[-1])) - (ends - new - past)[owner]  # [N]
+        self.position = position[None].to(device)  # [1, N]
+        self.last = (ends - 1).to(device)  # [B] place of each sequence's last token
+        self.spans = list(
+            zip((ends - new).tolist(), ends.tolist(), past.tolist())
+        )  # (from, to, past) of each
+        self.ragged = range(len(new))  # sequences that take an attention call of their own
+        self.single = None  # places [b] of the sequences with one new token, which take one call together
+        if cache:
+            slot = tables[owner, position // cache.size] * cache.size + position % cache.size
+            self.slot = slot.to(device)  # [N] where keys and values go in the flattened cache
+            single = new == 1
+            self.ragged = torch.nonzero(~single)[:, 0].tolist()
+            if single.any():
+                self.single = self.last[single.to(device)]
+                self.query_at = past[single].to(device)[:, None]  # [b, 1]
+                width = cache.needs(int(past[single].max()) + 1)
+                self.single_tables = tables[single, :width].to(device)  # [b, m]
+                self.key_at = torch.arange(width * cache.size, device=device)[None]  # [1, m*S]
+
+
+def _gather(blocks: Tensor, tables: Tensor) -> Tensor:
+    """[blocks, S, Hkv, D], tables [b, m] -> [b, Hkv, m*S, D]. (index_select of whole blocks; blocks[tables]
+    is 3 times slower)"""
+    b, m = tables.shape
+    picked = blocks.index_select(0, tables.flatten())  # [b*m, S, Hkv, D]
+    return picked.view(b, m * blocks.shape[1], *blocks.shape[2:]).transpose(1, 2)
+
+
+def attention(
+    module, q, k, v, mask, scaling=None, dropout=0.0, seg: Segments | None = None, sliding_window=None, **kw
+):
+    """q [1, Hq, N, D], k v [1, Hkv, N, D] -> [1, N, Hq, D]. Without `seg` it is transformers' own SDPA
+    attention.
+
+    A query sees the keys of its own sequence up to its own position, the last `sliding_window` of them if
+    that is set. Dropout is not applied: the ratio of a first optimizer step must be 1.
+    """
+    if kw.get("softcap") or kw.get("s_aux") is not None:
+        raise ValueError(
+            f"{module.config.model_type}: attention with soft-capping or sinks is not implemented"
+        )
+    if seg is None:
+        return sdpa_attention_forward(
+            module, q, k, v, mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kw
+        )
+    sdpa = F.scaled_dot_product_attention
+    gqa = q.shape[1] != k.shape[1]
+    cache = seg.cache
+    if cache:
+        layer = module.layer_idx
+        cache.seen.add(layer)
+        keys, values = cache.k[layer], cache.v[layer]  # [blocks, S, Hkv, D]
+        keys.flatten(0, 1)[seg.slot] = k[0].transpose(0, 1)
+        values.flatten(0, 1)[seg.slot] = v[0].transpose(0, 1)
+
+    if seg.single is not None:  # all decoding rows at once
+        kb, vb = _gather(keys, seg.single_tables), _gather(values, seg.single_tables)  # [b, Hkv, m*S, D]
+        visible = seg.key_at <= seg.query_at  # [b, m*S]
+        if sliding_window:
+            visible &= seg.query_at - seg.key_at < sliding_window
+        qb = (q[0] if not seg.ragged else q[0, :, seg.single]).transpose(0, 1)[:, :, None]  # [b, Hq, 1, D]
+        ob = sdpa(qb, kb, vb, attn_mask=visible[:, None, None], scale=scaling, enable_gqa=gqa)
+        if not seg.ragged:
+            return ob[:, :, 0][None], None
+
+    outs = []
+    for i in seg.ragged:  # training, prompts, tool results: one sequence at a time
+        start, end, past = seg.spans[i]
+        qi, ki, vi = q[:, :, start:end], k[:, :, start:end], v[:, :, start:end]
+        total = past + end - start
+        if past:
+            table = seg.tables[i : i + 1, : cache.needs(total)].to(q.device)
+            ki, vi = _gather(keys, table)[:, :, :total], _gather(values, table)[:, :, :total]
+        visible = None
+        if past or (sliding_window and total > sliding_window):
+            query_at = torch.arange(past, total, device=q.device)[:, None]
+            key_at = torch.arange(total, device=q.device)[None]
+            visible = key_at <= query_at
+            if sliding_window:
+                visible &= query_at - key_at < sliding_window
+        outs.append(sdpa(qi, ki, vi, visible, is_causal=visible is None, scale=scaling, enable_gqa=gqa))
+    if seg.single is None:
+        return torch.cat(outs, 2).transpose(1, 2), None
+    out = torch.empty_like(q)
+    out[0, :, seg.single] = ob[:, :, 0].transpose(0, 1)
+    for i, o in zip(seg.ragged, outs):
+        out[:, :, seg.spans[i][0] : seg.spans[i][1]] = o
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("segments", attention)
+AttentionMaskInterface.register("segments", sdpa_mask)  # for an ordinary forward, which stays possible
+_READY = torch.zeros(1, 1, 1, 1)  # a 4D mask counts as finished, so transformers builds none for a packed row
+
+
+def trunk(model, ids: Tensor, seg: Segments) -> Tensor:
+    """Hidden states [N, H] of the packed row `ids` [N], before the head."""
+    base = model.base_model
+    base.config._attn_implementation = "segments"
+    out = base(
+        input_ids=ids[None], position_ids=seg.position, attention_mask=_READY, use_cache=False, seg=seg
+    )
+    return out.last_hidden_state[0]

@@ -1,0 +1,214 @@
+"""Messages and token ids.
+
+Everything the policy reads goes through this file once: the prompt, and the text of a tool. What the policy
+writes is never encoded at all: sampled ids are kept, since decoding and encoding again changes them ("\n" +
+"\n" comes back as one token), and then every log-ratio after that place is wrong.
+
+Two rules hold here:
+- the template's own control tokens become control tokens, text of a user or a tool that merely looks like
+  one does not;
+- where a turn begins and ends is known from the template, never guessed from ids.
+
+Left out: images, parallel system prompts, templates that cannot render one turn after the other.
+To copy into another project: needs transformers (a fast tokenizer with a chat template) and nothing else of
+this folder.
+"""
+
+import copy
+import json
+import re
+import weakref
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+_plain = weakref.WeakKeyDictionary()  # tokenizer -> the same tokenizer without its added tokens
+
+
+def encode_plain(tokenizer, text: str) -> list[int]:
+    """Ids of `text` with every control token spelled out in ordinary pieces: "<|im_end|>" -> "<", "|", "im",
+    ...
+
+    A tool may print anything. If its text could become control tokens, a program would be able to end the
+    tool's turn and speak as the user (vllm-project/vllm#31735). Raises ValueError if the vocabulary cannot
+    spell the text.
+    """
+    if tokenizer not in _plain:
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        spec["added_tokens"], spec["post_processor"] = [], None
+        _plain[tokenizer] = Tokenizer.from_str(json.dumps(spec)), set(tokenizer.added_tokens_decoder)
+    plain, control = _plain[tokenizer]
+    ids = plain.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+    if control.intersection(ids):
+        raise ValueError(
+            f"this tokenizer has no plain spelling of a control token in {text[:80]!r}; remove it from the text"
+        )
+    return ids
+
+
+def added_tokens(tokenizer, special_only: bool = False) -> list[str]:
+    """Texts of the added tokens, longest first. special_only: the ones that mark roles and turns, not <think>
+    or <tool_call>."""
+    found = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special or not special_only]
+    return sorted(found, key=len, reverse=True)
+
+
+def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, generation_prompt: bool = False):
+    """The conversation by the tokenizer's chat template, as pieces [(text, is_plain), ...].
+
+    Plain pieces are text that must not become control tokens: all of a tool's text, and whatever looks like
+    an added token in the text of the others (for the assistant only role and turn marks: it writes <think>
+    and <tool_call> itself). They travel through the template as private-use characters. Raises ValueError
+    without a template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the tokenizer has no chat template; set tokenizer.chat_template, or use an instruction-tuned model"
+        )
+    known: list[str] = []  # plain texts, by number
+
+    def hide(text: str) -> str:
+        known.append(text)
+        return f"\ue0f0{len(known) - 1}\ue0f1"
+
+    def guard(value, tokens):
+        if isinstance(value, str):
+            value = value.replace("\ue0f0", "\ufffd").replace("\ue0f1", "\ufffd")
+            return re.sub("|".join(map(re.escape, tokens)), lambda m: hide(m[0]), value) if tokens else value
+        if isinstance(value, dict):
+            return {k: guard(v, tokens) for k, v in value.items()}
+        return [guard(v, tokens) for v in value] if isinstance(value, list) else value
+
+    everything, turns = added_tokens(tokenizer), added_tokens(tokenizer, special_only=True)
+    messages = copy.deepcopy(messages)
+    for i, message in enumerate(messages):
+        message["content"] = message.get("content") or ""
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)
+            if isinstance(
+                function["arguments"], str
+            ):  # data sets store them either way; templates want the object
+                function["arguments"] = json.loads(function["arguments"])
+        if message["role"] == "tool":
+            message["content"] = hide(message["content"])
+        else:
+            messages[i] = guard(message, turns if message["role"] == "assistant" else everything)
+    options = {"add_generation_prompt": generation_prompt, "tokenize": False}
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, **options)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses this conversation: {error}") from None
+    pieces = re.split("\ue0f0(\\d+)\ue0f1", text)
+    return [(known[int(p)], True) if i % 2 else (p, False) for i, p in enumerate(pieces)]
+
+
+def encode_pieces(tokenizer, pieces) -> list[int]:
+    ids = []
+    for text, is_plain in pieces:
+        if text:
+            ids += (
+                encode_plain(tokenizer, text)
+                if is_plain
+                else tokenizer.encode(text, add_special_tokens=False)
+            )
+    return ids
+
+
+def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Ids of the prompt, the header of the assistant's turn included: the policy's first token comes next.
+
+    A template that has no place for tools would leave the policy without a word about them; then their
+    description is put in front of the last message, in the words of the hermes format, and one line says so.
+    """
+    pieces = render(tokenizer, messages, tools, generation_prompt=True)
+    if tools and not all(t["function"]["name"] in "".join(p for p, _ in pieces) for t in tools):
+        _say_once("the chat template has no place for tools: their description goes into the message itself")
+        messages = copy.deepcopy(messages)
+        messages[-1]["content"] = tool_description(tools) + "\n\n" + messages[-1]["content"]
+        pieces = render(tokenizer, messages, None, generation_prompt=True)
+    return encode_pieces(tokenizer, pieces)
+
+
+def tool_description(tools: list[dict]) -> str:
+    return (
+        "You can call these functions, described by JSON schema:\n"
+        + "\n".join(json.dumps(t, ensure_ascii=False) for t in tools)
+        + '\nTo call one, write its name and arguments as JSON between tags, and stop: <tool_call>{"name": ..., '
+        '"arguments": {...}}</tool_call>. You then get its output.'
+    )
+
+
+def turn_marks(tokenizer) -> tuple[str, str]:
+    """(header, end): the texts that begin and end an assistant's turn, e.g. "<|im_start|>assistant\\n",
+    "<|im_end|>"."""
+
+    def text(messages, **kw):
+        return "".join(p for p, _ in render(tokenizer, messages, **kw))
+
+    ask = [{"role": "user", "content": "q"}]
+    before, header = text(ask), text(ask, generation_prompt=True)
+    answered = text([*ask, {"role": "assistant", "content": "zyzzyva"}])
+    closing = re.search("|".join(map(re.escape, added_tokens(tokenizer))), answered.rpartition("zyzzyva")[2])
+    if not header.startswith(before) or header == before or not closing:
+        raise ValueError("the chat template does not mark where an assistant's turn begins and ends")
+    return header[len(before) :], closing[0]
+
+
+class ToolTurn:
+    """What is appended after the policy's tool calls: the rest of its turn, the tools' texts, the header of
+    its next turn.
+
+    encode(["17"]) for Qwen3 is
+    "\\n<|im_start|>user\\n<tool_response>\\n17\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n". The
+    newline after the end-of-turn token is part of it (dropping it is a public bug: verl-project/verl#6501).
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.frames = (
+            tokenizer,
+            {},
+        )  # number of results -> [ids, ids, ...] around the results' texts
+
+    def encode(self, results: list[str]) -> list[int]:
+        if len(results) not in self.frames:
+            self.frames[len(results)] = self._frame(len(results))
+        frame = self.frames[len(results)]
+        ids = list(frame[0])
+        for text, after in zip(results, frame[1:], strict=True):
+            ids += encode_plain(self.tokenizer, text) + after
+        return ids
+
+    def _frame(self, n: int) -> list[list[int]]:
+        header, end = turn_marks(self.tokenizer)
+        call = {"type": "function", "function": {"name": "python", "arguments": {"code": "1"}}}
+        said = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call] * n},
+        ]
+        try:
+            pieces = render(
+                self.tokenizer, said + [{"role": "tool", "content": "r", "name": "python"}] * n, None, True
+            )
+            if sum(plain for _, plain in pieces) != n:
+                raise ValueError("the results are not in the rendered text")
+        except ValueError as error:
+            _say_once(
+                f"the chat template has no tool role ({error}): results are given as the user's <tool_response>"
+            )
+            said[1] = {"role": "assistant", "content": "a"}
+            shown = [{"role": "user", "content": "<tool_response>\n\ue0f2\n</tool_response>\n" * n}]
+            text = "".join(p for p, _ in render(self.tokenizer, said + shown, None, True))
+            pieces = [(p, i % 2) for i, p in enumerate(re.split("(\ue0f2)", text))]
+        first = pieces[0][0]
+        start = first.index(end, first.rindex(header)) + len(end)
+        texts = [first[start:]] + [text for text, plain in pieces[1:] if not plain]
+        return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
+
+
+_said = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        print(line, flush=True)

@@ -1,0 +1,304 @@
+"""The policy network: load and audit it, score tokens, shard it, copy its weights, save it.
+
+A policy is a Hugging Face causal language model with our attention (attention.py) and our head
+(kernels/linear_logprob.py). Neither fits every family, and where one does not, nothing crashes: numbers are
+just wrong. So `audit` compares them with the model's own forward at every load.
+
+Axis letters: N tokens of a packed row, H hidden size, V vocabulary.
+
+Left out: tensor parallelism, balance losses of mixtures of experts, LoRA, and every family that `audit`
+refuses by name. To copy into another project take attention.py and kernels/ with it.
+"""
+
+import copy
+import difflib
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attention import Blocks, Segments, trunk
+from data import fail
+
+try:  # Hugging Face's package of the same name hides our plain folder: add it to that package's path
+    import kernels
+
+    kernels.__path__.append(str(Path(__file__).parent / "kernels"))
+except ImportError:
+    pass
+from kernels.linear_logprob import linear_logprob_entropy  # noqa: E402
+
+# ---- load and audit -------------------------------------------------------------------------------------------------
+
+
+def load(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    """(model, tokenizer) from a hub name, a folder or a .gguf file: audited, every dropout off.
+
+    Ends the program with one sentence if there is no such model, ValueError if the family cannot be served.
+    """
+    path = Path(name).expanduser()
+    gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    if name.startswith((".", "/", "~")) or gguf:
+        if not path.exists():
+            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = difflib.get_close_matches(path.name, beside, 1)
+            hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+            fail(f"--model {name}: there is no such file or folder{hint}")
+        name = str(path.parent if gguf else path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **gguf)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **gguf).to(device)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        fail(f"--model {name}: cannot be loaded; give a hub name, a folder or a .gguf file ({reason})")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.config.attention_dropout = 0.0
+    audit(model)
+    return model.eval(), tokenizer
+
+
+SERVED = "Qwen2, Qwen3 (dense), Llama 3, SmolLM 2 and 3, Mistral, Gemma 3 (text), OLMo 2 and 3"
+
+
+@torch.no_grad()
+def audit(model) -> None:
+    """Raise ValueError, naming the family and what differs, unless this project computes the model exactly.
+
+    Families fail in silence: a keyword that never arrives at the attention, a layer with a state of its own,
+    a position code that looks at the whole row, logits that are not hidden @ W.T. So a small random float32
+    copy of the configuration (as many layers as show every kind of layer, window 8) is compared with its own
+    eager forward; the head is compared on the real weights.
+    """
+    config = model.config
+
+    def refuse(why: str):
+        raise ValueError(f"model family {config.model_type!r} cannot be used: {why} (served: {SERVED})")
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            refuse(f"its rope of type {kind['rope_type']!r} depends on the length of the whole packed row")
+    dropout = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    dropout = max([*dropout, getattr(config, "attention_dropout", 0) or 0])
+    if dropout:
+        refuse(f"its dropout is {dropout}, so two passes over one text differ; set it to 0")
+
+    small = copy.deepcopy(config)
+    kinds = getattr(config, "layer_types", None)
+    layers = min(max([2] + [kinds.index(kind) + 1 for kind in set(kinds or [])]), config.num_hidden_layers)
+    small.num_hidden_layers, small._attn_implementation = layers, "eager"
+    if kinds:
+        small.layer_types = kinds[:layers]
+    if getattr(config, "sliding_window", None):
+        small.sliding_window = 8
+    small.vocab_size, small.pad_token_id, small.bos_token_id, small.eos_token_id = 96, None, None, None
+    lengths = [21, 16]  # both beyond the window
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            twin = type(model)(small).float().eval()
+            for weight in twin.parameters():
+                if weight.dim() == 2:  # at the usual scale of .02 a wrong mask or a wrong head hardly shows
+                    weight.normal_(0, weight.shape[1] ** -0.5)
+                else:
+                    weight.add_(0.1 * torch.randn_like(weight))
+            rows = [torch.randint(0, 96, (n,)) for n in lengths]
+        right = torch.cat([twin(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        hidden = [twin.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
+    except Exception as error:  # whatever a family we do not know raises
+        refuse(f"a small copy of it does not run ({type(error).__name__}: {str(error)[:120]})")
+    right = torch.log_softmax(right, -1)  # [37, 96]
+
+    def wrong(hidden: list[Tensor], right: Tensor) -> bool:
+        logp = torch.log_softmax(torch.cat(hidden) @ twin.get_output_embeddings().weight.T, -1)
+        return not torch.allclose(logp, right, atol=1e-3)
+
+    if wrong(hidden, right):
+        refuse("its logits are not hidden @ W.T: a scale, a soft-cap or a bias comes after")
+    cache = Blocks(small, 16, 4)
+    tables = torch.arange(1, 15).view(2, 7)
+    try:
+        if wrong([trunk(twin, torch.cat(rows), Segments(lengths))], right):
+            refuse("sequences packed into one row differ from the same sequences apart")
+        fed, past = (
+            [[], []],
+            [0, 0],
+        )  # prompt; a long and a single token; then single tokens: prefill, tool result, decode
+        for new in [[9, 12], [5, 1], [1, 1], [1, 1], [1, 1]]:
+            ids = torch.cat([row[p : p + n] for row, p, n in zip(rows, past, new)])
+            states = trunk(twin, ids, Segments(new, past, tables, cache)).split(new)
+            fed, past = [f + [s] for f, s in zip(fed, states)], [p + n for p, n in zip(past, new)]
+    except Exception as error:
+        if "cannot be used" in str(error):
+            raise
+        refuse(f"its attention is not called as we need it ({type(error).__name__}: {str(error)[:120]})")
+    if cache.seen != set(range(layers)):
+        refuse(
+            f"only layers {sorted(cache.seen)} of {layers} use the cache, the others keep a state of their own"
+        )
+    if wrong(fed[0] + fed[1], torch.cat([right[: past[0]], right[21 : 21 + past[1]]])):
+        refuse("prefill and decode from the cache differ from the full forward")
+
+    ids = torch.arange(3, 35, device=model.device) % config.vocab_size
+    hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+    fused, _ = linear_logprob_entropy(hidden, model.get_output_embeddings().weight, ids[1:])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    plain = torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0]
+    if not torch.allclose(fused.float(), plain, atol=1e-3 if hidden.dtype == torch.float32 else 0.5):
+        refuse("the fused log-prob differs from log-softmax of its logits")
+
+
+# ---- score tokens ---------------------------------------------------------------------------------------------------
+
+
+class Policy(nn.Module):
+    """The trained network: trunk and head in one forward, so that FSDP has gathered the (tied) head weight
+    when it is used."""
+
+    def __init__(self, hf):
+        super().__init__()
+        self.hf = hf
+
+    def forward(
+        self, ids: Tensor, seg: Segments, targets: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob of the target at each place, and entropy there, of softmax(logits / temperature).
+
+        ids [N] the packed row; targets [N] the token that follows at each place, -100 where none is scored.
+        Returns (logp, entropy) [N] float32, 0 where nothing is scored. The head runs only where something is.
+        """
+        hidden = trunk(self.hf, ids, seg)  # [N, H]
+        scored = (targets != -100).nonzero()[:, 0]  # [n]
+        weight = self.hf.get_output_embeddings().weight  # [V, H]
+        logp, entropy = linear_logprob_entropy(
+            hidden[scored], weight, targets[scored], temperature
+        )  # [n], [n]
+        zeros = logp.new_zeros(len(ids))
+        return zeros.index_put((scored,), logp), zeros.index_put((scored,), entropy)
+
+
+def pack(lengths: list[int], budget: int) -> list[list[int]]:
+    """Sequences (by index) of each packed row of at most `budget` tokens, longest first; one that is longer
+    gets its own."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = next((r for r, left in enumerate(room) if left >= lengths[i]), None)
+        if at is None:
+            at = len(rows)
+            rows.append([])
+            room.append(budget)
+        rows[at].append(i)
+        room[at] -= lengths[i]
+    return rows
+
+
+def micro_batches(lengths: list[int], budget: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
+    """This rank's packed rows of an optimizer batch that every rank knows; as many on each rank, some of them
+    empty.
+
+    An empty row must still run forward and backward, with weight 0: FSDP gathers and reduces in every one of
+    them, and a rank with fewer would leave the others waiting for ever.
+    """
+    rows = pack(lengths, budget)
+    rows += [[]] * (-len(rows) % ranks)
+    return rows[rank::ranks]
+
+
+def packed_row(ids: list[list[int]], masks: list[list[int]], device="cpu") -> tuple[Tensor, Segments, Tensor]:
+    """(ids [N], Segments, targets [N]) of sequences side by side.
+
+    The log-prob of token t+1 comes from the hidden state at t: targets[t] is the next token of the same
+    sequence if the policy wrote that one (its mask is 1), else -100. The last place of a sequence scores
+    nothing.
+    """
+    targets = [
+        token if m else -100
+        for seq, mask in zip(ids, masks)
+        for token, m in zip([*seq[1:], -100], [*mask[1:], 0])
+    ]
+    row = torch.tensor([token for seq in ids for token in seq], device=device)
+    return row, Segments([len(seq) for seq in ids], device=device), torch.tensor(targets, device=device)
+
+
+# ---- many ranks -----------------------------------------------------------------------------------------------------
+
+
+def init_process_group() -> tuple[int, int, str]:
+    """(rank, ranks, device), under torchrun and in a plain process alike: gloo on CPU, NCCL beside it on GPU.
+
+    The time-out is hours, not NCCL's ten minutes: ranks wait for the one whose trajectories are longest.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        where = {} if ranks > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(hours=4), **where)
+    return dist.get_rank(), ranks, device
+
+
+_gloo = []
+
+
+def gloo():
+    """A gloo group of all ranks, for what is waited for long or is no tensor; made once, by all ranks
+    together."""
+    if not _gloo:
+        _gloo.append(dist.new_group(backend="gloo", timeout=timedelta(hours=4)))
+    return _gloo[0]
+
+
+def shard(policy: Policy, device: str, checkpointing: bool = False) -> Policy:
+    """FSDP2: float32 master weights in shards, bfloat16 compute on GPU, float32 on CPU. One process on CPU:
+    unchanged."""
+    if checkpointing:
+        policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.train()  # checkpointing is silently off in eval mode; dropout is 0, so nothing else differs
+    if dist.get_world_size() > 1 or device != "cpu":
+        mesh = dist.init_device_mesh(device.split(":")[0], (dist.get_world_size(),))
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in policy.hf.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(policy, mesh=mesh, mp_policy=precision)
+    return policy
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor of a sharded one; every rank has to call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def copy_weights(policy: Policy, model) -> None:
+    """The policy's weights into the sampler's own unsharded copy, cast before they travel."""
+    for (name, mine), (other, theirs) in zip(
+        policy.hf.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert name == other, f"{name} would be copied into {other}"
+        theirs.copy_(full(mine.detach().to(theirs.dtype)))
+
+
+def save(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Hugging Face format, loadable by AutoModelForCausalLM. All ranks call it; rank 0 writes, and a folder
+    of that name is replaced only when the new one is complete."""
+    state = {k: full(v.detach().to(dtype)).cpu() for k, v in policy.hf.state_dict().items()}
+    if dist.get_rank() == 0:
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        policy.hf.save_pretrained(part, state_dict=state)
+        tokenizer.save_pretrained(part)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    dist.barrier()

@@ -1,0 +1,472 @@
+"""The sampler (batched, a KV cache in blocks, rows that come and go) and the agent loop.
+
+A row is a list of ids and the number of them whose keys and values the cache holds. One step takes every row
+that is not waiting for a tool, feeds the ids the cache lacks (one for a row that decodes, many after a prompt
+or a tool's result), and samples one token for each row that is fed up to its end. Everything else follows
+from that:
+
+- a group's prompt is fed once; its samples share the full blocks and copy the last, partly filled one;
+- a row that waits for its tool is not in the batch, a finished one frees its place at once;
+- when blocks run out, the youngest row gives its blocks back and is fed again later. ids are the truth, the
+  cache is not;
+- ids only ever grow: sampled tokens are kept as they are, a tool's text is encoded once and appended with
+  mask 0.
+
+Random numbers belong to (seed, prompt, sample, position), so a trajectory does not depend on who shares its
+batch.
+
+Left out: CUDA graphs, speculative decoding, beam search, penalties, prefix sharing between different prompts.
+To copy into another project take this file and policy.py (attention), for agents also chat.py and tools.py.
+"""
+
+import concurrent.futures
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention import Blocks, Segments, trunk
+from chat import ToolTurn
+from tools import ToolResult, parse_tool_calls
+
+
+@dataclass
+class Trajectory:
+    """One episode. ids, mask, logprobs have equal length; mask is 1 and logprobs are set where the policy
+    sampled the token."""
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]  # log-prob under the law that was sampled from; 0 at the prompt and at tool tokens
+    prompt_len: int
+    tool_results: list[ToolResult] = field(default_factory=list)
+    finish: str = (
+        ""  # "stop": ended its last turn; "length": no room left; "turns": asked for a tool in its last turn
+    )
+    prompt_index: int = 0
+    sample_index: int = 0
+
+
+# ---- sampling a token -----------------------------------------------------------------------------------------------
+
+
+def mix(x):
+    """splitmix64 (Steele et al. 2014): a bijection of 64-bit integers that scrambles every bit. x: uint64
+    array or int."""
+    with np.errstate(over="ignore"):
+        x = np.uint64(x) if np.isscalar(x) else x
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def random_key(*parts: int) -> int:
+    """A 64-bit key that belongs to (seed, prompt, sample, ...): in any order of work the same."""
+    key = np.uint64(0)
+    for part in parts:
+        key = mix(int(key) ^ int(part) % 2**64)
+    return int(key)
+
+
+def uniforms(keys, positions) -> np.ndarray:
+    """Uniform numbers in [0, 1) [B] float64, one for each (key, position); 52 bits, so that u * total < total
+    exactly."""
+    keys, positions = np.asarray(keys, np.uint64), np.asarray(positions, np.uint64)
+    return (mix(keys ^ mix(positions)) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def sample_tokens(
+    logits: Tensor, uniform: Tensor, temperature=1.0, top_p: float = 1.0, top_k: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(token [B] int64, logprob [B] float32) from logits [B, V] and uniform [B]; top_k 0 and top_p 1 are off.
+
+    The log-prob is that of the law really sampled from: after temperature, top-k and top-p, renormalised.
+    Temperature 0 (a number, or one for each row) takes the most likely token and reports its log-prob at
+    temperature 1. Raises FloatingPointError on NaN or +inf logits: token 0 for ever ("!!!!") is what others
+    print then.
+    """
+    logits = logits.float()
+    top = logits.max(-1, keepdim=True).values
+    if not torch.isfinite(top).all():
+        raise FloatingPointError(f"{int((~torch.isfinite(top)).sum())} of {len(logits)} rows have NaN or inf logits: "
+                                 "the weights are broken (learning rate too high?)")  # fmt: skip
+    heat = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(len(logits))
+    z = (logits - top) / torch.where(heat > 0, heat, 1.0)[:, None]
+    if top_k and top_k < z.shape[1]:
+        z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ranked, order = torch.softmax(z, -1).sort(dim=-1, descending=True, stable=True)
+        drop = ranked.cumsum(-1) - ranked >= top_p  # the token that crosses top_p stays
+        z = z.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
+    p = z.exp()
+    cdf = p.cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(cdf, uniform.to(cdf)[:, None] * cdf[:, -1:], right=True)[:, 0]
+    token = torch.where(heat > 0, token, logits.argmax(-1))
+    logprob = z.gather(1, token[:, None])[:, 0] - cdf[:, -1].log().float()
+    return token, logprob
+
+
+# ---- the sampler ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence in work: a trajectory, or a prompt that is fed once for all its samples (then `trajectory`
+    is None)."""
+
+    ids: list[int]
+    group: int  # number of the prompt in this run
+    limit: int = 0  # largest number of ids
+    key: int = 0  # of its random numbers
+    trajectory: Trajectory | None = None
+    parent: "Row | None" = None  # the prompt whose blocks it will share as soon as that is fed
+    children: int = 0  # of a prompt: samples that still have to take their share
+    table: list[int] = field(default_factory=list)
+    cached: int = 0  # ids whose keys and values the cache holds
+    turn_start: int = 0  # where the policy's present turn begins in ids
+    turns: int = 0  # turns the policy has ended
+    working: bool = True  # False while it is in the queue
+    pending: list = field(default_factory=list)  # futures of the tool results it waits for
+    due: int = 0  # deterministic mode: the step at which they are taken
+
+
+class Sampler:
+    """Samples many continuations at once; in float32 each equals the model's own full forward to about 1e-5.
+
+    max_rows       rows that decode together
+    max_len        tokens of a sequence, prompt included (default: the model's context)
+    cache_tokens   tokens the cache holds for all rows together (default: max_rows * max_len, up to 4 GB)
+    block          tokens a block (default 16 on CPU, 256 on GPU)
+    prefill        tokens of prompts and tool results fed in one step, beside the rows that decode
+    deterministic  a tool's result is taken a fixed number of steps after it was asked for, waiting if it is
+                   late: then the batches, and so the bits, do not depend on how fast a tool was (default: on
+                   CPU)
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        max_rows: int = 64,
+        max_len: int | None = None,
+        cache_tokens: int | None = None,
+        block: int | None = None,
+        prefill: int = 4096,
+        deterministic: bool | None = None,
+    ):
+        cpu = model.device.type == "cpu"
+        context = getattr(model.config, "max_position_embeddings", None) or 2**20
+        if max_len and max_len > context:
+            raise ValueError(f"max_len {max_len} is more than the model's context of {context}; lower it")
+        self.model, self.tokenizer, self.max_rows, self.prefill = model, tokenizer, max_rows, prefill
+        self.max_len = max_len or context
+        size = block or (16 if cpu else 256)
+        dtype = next(model.parameters()).dtype
+        if cache_tokens is None:
+            one = Blocks(model.config, 1, 1, dtype)
+            bytes_a_token = 2 * one.k.numel() * one.k.element_size()
+            cache_tokens = min(max_rows * self.max_len, int(4e9 / bytes_a_token))
+        self.blocks = Blocks(model.config, -(-cache_tokens // size) + 1, size, dtype, model.device)
+        self.deterministic = cpu if deterministic is None else deterministic
+        self.delay = 4  # steps from a tool call to its result in deterministic mode
+        ends = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
+        self.stop = {t for end in ends for t in (end if isinstance(end, (list, tuple)) else [end])} - {None}
+        self.stats: dict[
+            str, float
+        ] = {}  # of the last run: steps, tokens sampled, rows put back, seconds of waiting
+
+    def generate(
+        self, prompts, n=1, max_new_tokens=512, temperature=1.0, top_p=1.0, top_k=0, seed=0, indices=None
+    ) -> list[Trajectory]:
+        """n samples of each prompt (a list of ids), ended by a stop id or by length; sample j of prompt i is
+        at i*n+j.
+
+        max_new_tokens bounds what comes after the prompt, max_len the whole; a prompt that leaves no room
+        returns at once with finish "length". indices: the prompts' numbers, for the seed (default 0, 1, 2
+        ...). temperature 0 is greedy. Raises ValueError for an empty prompt and for one that could never fit
+        into the cache.
+        """
+        return self.run(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices)
+
+    @torch.inference_mode()
+    def run(
+        self, prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond=None, follow=None
+    ) -> list[Trajectory]:
+        """The scheduler. At the end of a turn respond(row) gives the futures to wait for ([]: the trajectory
+        is over), and when they are done follow(row) gives the ids that come next."""
+        if n < 1 or max_new_tokens < 0 or temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
+            raise ValueError(
+                f"n {n}, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}, top_k {top_k}: "
+                "n must be 1 or more, top_p in (0, 1], the others 0 or more"
+            )
+        self.law = (temperature, top_p, top_k) if temperature else (0.0, 1.0, 0)
+        self.respond, self.follow = respond, follow
+        self.queue, self.running, self.prompts = deque(), [], {}
+        self.stats = {"steps": 0, "tokens": 0, "put_back": 0, "tool_wait": 0.0}
+        capacity = len(self.blocks.count) - 1
+        trajectories = []
+        for i, prompt in enumerate(prompts):
+            limit = min(self.max_len, len(prompt) + max_new_tokens)
+            if not prompt:
+                raise ValueError(f"prompt {i} is empty; it needs at least one token")
+            if self.blocks.needs(limit) > capacity:
+                raise ValueError(
+                    f"prompt {i}: {len(prompt)} tokens and {limit - len(prompt)} new ones never fit into a cache of "
+                    f"{capacity * self.blocks.size} tokens; raise cache_tokens or lower max_new_tokens"
+                )
+            for j in range(n):
+                number = i if indices is None else indices[i]
+                t = Trajectory(list(prompt), [0] * len(prompt), [0.0] * len(prompt), len(prompt))
+                t.prompt_index, t.sample_index = number, j
+                trajectories.append(t)
+                if len(prompt) >= limit:
+                    t.finish = "length"
+                else:
+                    row = Row(t.ids, i, limit, random_key(seed, number, j), t, turn_start=len(prompt))
+                    self.queue.append(row)
+        idle = False
+        while self.queue or self.running:
+            self._take_results(idle)
+            self._admit(share=n > 1)
+            batch = self._choose()
+            idle = not batch
+            self.stats["steps"] += 1
+            if batch:
+                self._step(batch)
+        return trajectories
+
+    def _admit(self, share: bool) -> None:
+        """Start queued rows while the batch has a place and the cache a block for every row that may soon
+        want one."""
+        active = sum(not row.pending and row.trajectory is not None for row in self.running)
+        while self.queue and active < self.max_rows:
+            row = self.queue[0]
+            fresh = share and 1 < len(row.ids) == row.trajectory.prompt_len
+            parent = self.prompts.get(row.group) if fresh else None
+            wanted = 1 if parent else self.blocks.needs(len(row.ids)) + 1
+            if self.running and len(self.blocks.free) < wanted + len(self.running):
+                return
+            self.queue.popleft()
+            if fresh and not parent:
+                # Without its last token: feeding that one is each sample's own first step, and gives it its
+                # own logits.
+                parent = self.prompts[row.group] = Row(row.ids[:-1], row.group)
+                self.running.append(parent)
+            if parent:
+                row.parent = parent
+                parent.children += 1
+            row.working = True
+            self.running.append(row)
+            active += 1
+
+    def _choose(self) -> list[tuple[Row, int]]:
+        """The rows of this step, oldest first, and how many ids each is fed. Their blocks are taken here."""
+        batch, room, decoding = [], self.prefill, 0
+        for row in list(self.running):
+            if row.pending or not row.working:
+                continue
+            if row.parent and (row.parent.cached < len(row.parent.ids) or not self._share(row)):
+                continue
+            new = len(row.ids) - row.cached
+            if new == 1 and row.trajectory:
+                if decoding == self.max_rows:
+                    continue
+                decoding += 1
+            else:
+                new = min(new, room)
+                room -= new
+            if new and self._until_free(row, lambda r=row, n=new: self.blocks.grow(r.table, r.cached + n)):
+                batch.append((row, new))
+        return batch
+
+    def _until_free(self, row: Row, take):
+        """take() until there are blocks for it; each time the youngest row gives its own back. None if that
+        is `row`."""
+        while not (got := take()):
+            youngest = next(r for r in reversed(self.running) if r.table or r is row)
+            self._put_back(youngest)
+            if youngest is row:
+                return None
+        return got
+
+    def _put_back(self, row: Row) -> None:
+        """Take a row's blocks away; its ids are kept and fed again later. One that waits for a tool goes on
+        waiting."""
+        self.stats["put_back"] += 1
+        self.blocks.release(row.table)
+        row.cached = 0
+        if row.pending:
+            return
+        for r in reversed([row] if row.trajectory else [r for r in self.running if r.parent is row]):
+            self.running.remove(r)
+            self.queue.appendleft(r)
+            r.working = False
+            if r.parent:
+                self._leave(r)
+
+    def _share(self, row: Row) -> bool:
+        table = self._until_free(row, lambda: self.blocks.fork(row.parent.table, row.parent.cached))
+        if table:
+            row.table, row.cached = table, row.parent.cached
+            self._leave(row)
+        return bool(table)
+
+    def _leave(self, row: Row) -> None:
+        """The row needs its parent no longer; the last one to leave frees the prompt's blocks."""
+        parent, row.parent = row.parent, None
+        parent.children -= 1
+        if not parent.children:
+            parent.working = False
+            self.running.remove(parent)
+            self.blocks.release(parent.table)
+            del self.prompts[parent.group]
+
+    def _step(self, batch: list[tuple[Row, int]]) -> None:
+        """One forward of the packed row of all ids fed, and one token for each row that is fed up to its
+        end."""
+        rows, new = [row for row, _ in batch], [n for _, n in batch]
+        tables = np.zeros((len(rows), max(len(row.table) for row in rows)), np.int64)
+        for i, row in enumerate(rows):
+            tables[i, : len(row.table)] = row.table
+        past = [row.cached for row in rows]
+        seg = Segments(new, past, torch.from_numpy(tables), self.blocks, self.model.device)
+        fed = [t for row, n in batch for t in row.ids[row.cached : row.cached + n]]
+        hidden = trunk(self.model, torch.tensor(fed, device=self.model.device), seg)  # [N, H]
+        for row, n in batch:
+            row.cached += n
+        ready = [i for i, row in enumerate(rows) if row.trajectory and row.cached == len(row.ids)]
+        if not ready:
+            return
+        rows = [rows[i] for i in ready]
+        logits = self.model.get_output_embeddings()(hidden[seg.last[ready]])  # [B, V]
+        u = uniforms([row.key for row in rows], [len(row.ids) - row.trajectory.prompt_len for row in rows])
+        token, logprob = sample_tokens(logits, torch.from_numpy(u).to(logits.device), *self.law)
+        self.stats["tokens"] += len(rows)
+        for row, t, lp in zip(rows, token.tolist(), logprob.tolist()):
+            trajectory = row.trajectory
+            row.ids.append(t)  # the same list as trajectory.ids
+            trajectory.mask.append(1)
+            trajectory.logprobs.append(lp)
+            if t in self.stop:
+                row.turns += 1
+                row.pending = self.respond(row) if self.respond else []
+                row.due = self.stats["steps"] + self.delay
+                if not row.pending:
+                    self._end(row, trajectory.finish or "stop")
+            elif len(row.ids) >= row.limit:
+                self._end(row, "length")
+
+    def _take_results(self, idle: bool) -> None:
+        """Append the results of tools that have answered. idle: nothing was left to decode, so wait for
+        one."""
+        waiting = [row for row in self.running if row.pending]
+        if idle and waiting and self.deterministic:
+            self.stats["steps"] = max(self.stats["steps"], min(row.due for row in waiting))
+        elif idle and waiting:
+            start = time.perf_counter()
+            futures = [f for row in waiting for f in row.pending if not f.done()]
+            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+            self.stats["tool_wait"] += time.perf_counter() - start
+        for row in waiting:
+            if self.deterministic and self.stats["steps"] < row.due:
+                continue
+            if not self.deterministic and not all(f.done() for f in row.pending):
+                continue
+            start = time.perf_counter()
+            results = [_result(f) for f in row.pending]
+            self.stats["tool_wait"] += time.perf_counter() - start
+            ids = self.follow(results)
+            row.trajectory.tool_results += results
+            row.pending = []
+            if len(row.ids) + len(ids) >= row.limit:  # a trajectory never ends with a tool's text
+                self._end(row, "length")
+                continue
+            row.ids += ids
+            row.trajectory.mask += [0] * len(ids)
+            row.trajectory.logprobs += [0.0] * len(ids)
+            row.turn_start = len(row.ids)
+
+    def _end(self, row: Row, finish: str) -> None:
+        row.trajectory.finish = finish
+        self.running.remove(row)
+        self.blocks.release(row.table)
+
+
+def _result(future) -> ToolResult:
+    try:
+        result = future.result()
+    except Exception as error:  # a tool may raise anything: the policy is told, the run goes on
+        return ToolResult(f"{type(error).__name__}: {error}", "error", 0.0)
+    return result if isinstance(result, ToolResult) else ToolResult(str(result), "ok", 0.0)
+
+
+# ---- the agent loop -------------------------------------------------------------------------------------------------
+
+
+def run_agent(
+    sampler: Sampler,
+    prompts: list[list[int]],
+    tools: dict,
+    n: int = 1,
+    max_turns: int = 16,
+    max_new_tokens: int = 512,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    indices: list[int] | None = None,
+) -> list[Trajectory]:
+    """Sampler.generate, but a turn that calls tools is answered and the policy goes on (arXiv 2510.11701, eq.
+    2).
+
+    tools           {name: tool}; a tool has submit(**arguments) -> Future (tools.PythonTool), or is a plain
+                    function
+    max_turns       turns of the policy; a call in the last of them is not run and the trajectory ends with
+                    "turns"
+    max_new_tokens  everything after the prompt, the tools' text included
+
+    All calls of a turn run, and their results come back in the order of the calls. A call that cannot be
+    understood is answered with what is wrong with it, so that the policy can repair it. A turn that length
+    cuts off runs nothing.
+    """
+    if not tools:
+        return sampler.generate(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices)
+    turn = ToolTurn(sampler.tokenizer)
+
+    def start(call) -> concurrent.futures.Future:
+        problem = call.error
+        if not problem and call.name not in tools:
+            problem = f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
+        if not problem:
+            tool = tools[call.name]
+            try:
+                return (
+                    getattr(tool, "submit", None)(**call.arguments)
+                    if hasattr(tool, "submit")
+                    else threads.submit(tool, **call.arguments)
+                )
+            except TypeError as error:  # arguments that the tool does not have
+                problem = str(error)
+        answer = concurrent.futures.Future()
+        answer.set_result(ToolResult(f"Error: {problem}", "error", 0.0))
+        return answer
+
+    def respond(row: Row) -> list[concurrent.futures.Future]:
+        said = row.ids[row.turn_start : -1]  # without the stop token
+        calls = parse_tool_calls(sampler.tokenizer.decode(said, clean_up_tokenization_spaces=False))
+        if calls and (row.turns >= max_turns or len(row.ids) >= row.limit):
+            row.trajectory.finish = "turns" if row.turns >= max_turns else "length"
+            return []
+        return [start(call) for call in calls]
+
+    def follow(results: list[ToolResult]) -> list[int]:
+        return turn.encode([result.output for result in results])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        return sampler.run(
+            prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond, follow
+        )

@@ -1,0 +1,603 @@
+"""The tool-call format and the Python tool: what comes back from each kind of program, and what stays out of reach."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from bench import torture
+from tools import MAX_CALLS, PythonTool, parse_tool_calls
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the isolation needs Linux")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@pytest.fixture(scope="module")
+def tool():
+    os.environ.update(torture.HOST | torture.TAG)
+    with PythonTool(workers=16, memory_mb=1024) as tool:
+        yield tool
+    for name in torture.HOST | torture.TAG:
+        del os.environ[name]
+
+
+def call_text(code: str, name: str = "python") -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'code': code}})}\n</tool_call>"
+
+
+def only_call(text: str):
+    (call,) = parse_tool_calls(text)
+    return call
+
+
+def only_code(text: str) -> str:
+    call = only_call(text)
+    assert call.error is None and call.name == "python" and list(call.arguments) == ["code"]
+    return call.arguments["code"]
+
+
+def only_error(text: str) -> str:
+    call = only_call(text)
+    assert call.error and call.arguments == {}
+    return call.error
+
+
+# ------------------------------------------------------------------------------------------- the tool-call format
+
+
+def test_closing_tag_inside_the_code_does_not_cut_the_call():
+    """vLLM #45167: a search for the closing tag ended the call inside the program's string."""
+    assert only_code(call_text("print('</tool_call>')")) == "print('</tool_call>')"
+    assert only_code(call_text("print('<tool_call>')")) == "print('<tool_call>')"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name":"python","arguments":{"code":"print(1)"}</tool_call>',  # hermes-agent #5315: brace missing
+        '<tool_call>{"name":"python","arguments":{"code":"print("hi")"}}</tool_call>',  # quotes not escaped
+        '<tool_call>{"name":"python","arguments":{"code":"print(1)",}}</tool_call>',  # trailing comma
+        "<tool_call>{'name': 'python', 'arguments': {'code': 'print(1)'}}</tool_call>",  # a Python dict
+        "<tool_call>{'name': {1, 2}}</tool_call>",
+        "<tool_call>print(1)</tool_call>",
+        "<tool_call></tool_call>",
+    ],
+)
+def test_invalid_json_becomes_an_error_that_the_policy_can_repair(text):
+    """Dropped without a word, a broken call is taken for the final answer and the policy never learns to repair."""
+    assert "not valid JSON" in only_error(text) and "<tool_call>" in only_error(text)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "[1, 2]",
+        "7",
+        "null",
+        '"text"',
+        "{}",
+        '{"name": "python"}',
+        '{"name": 3, "arguments": {"code": "1"}}',
+        '{"name": "python", "arguments": ["print(1)"]}',
+        '{"name": "python", "arguments": "print(1)"}',
+        '{"name": "python", "arguments": {}}',
+        '{"name": "python", "arguments": {"code": 5}}',
+        '{"name": "python", "arguments": {"code": null}}',
+        '{"name": "python", "arguments": {"program": "print(1)"}}',
+    ],
+)
+def test_unknown_shape_is_an_error(payload):
+    """A list or number where an object belongs made parsers raise, which ended the run."""
+    assert only_error(f"<tool_call>{payload}</tool_call>")
+
+
+def test_raw_line_breaks_and_tabs_inside_strings_are_kept():
+    """ai-sdk-tool-call-middleware #298: models write real line breaks into JSON strings."""
+    assert (
+        only_code('<tool_call>{"name":"python","arguments":{"code":"a=1\nprint(a)"}}</tool_call>')
+        == "a=1\nprint(a)"
+    )
+    assert (
+        only_code('<tool_call>{"name":"python","arguments":{"code":"if 1:\n\t2"}}</tool_call>')
+        == "if 1:\n\t2"
+    )
+
+
+def test_apostrophes_survive():
+    """atropos #479: replacing all quotes of one kind by the other spoils the code."""
+    assert only_code(call_text('print("it\'s")')) == 'print("it\'s")'
+
+
+def test_arguments_may_be_json_text():
+    """smolagents #1003: many models give the arguments as a string that holds JSON."""
+    assert (
+        only_code(r'<tool_call>{"name":"python","arguments":"{\"code\": \"print(1)\"}"}</tool_call>')
+        == "print(1)"
+    )
+
+
+def test_drafts_inside_thinking_are_not_run():
+    """verl #4757: a call that the policy only considered was run."""
+    draft, call = call_text("print(1)"), call_text("print(2)")
+    assert only_code(f"<think>maybe {draft}</think>{call}") == "print(2)"
+    assert only_code(f"maybe {draft}</think>{call}") == "print(2)"  # the template had opened the thinking
+    assert parse_tool_calls(f"<think>maybe {draft}") == []  # never closed
+    assert only_code(call_text("print('<think>', '</think>')")) == "print('<think>', '</think>')"
+
+
+def test_two_calls_come_in_order():
+    """langgraph-codeact #5: the second call of a turn was lost."""
+    assert [c.arguments["code"] for c in parse_tool_calls(call_text("print(1)") + call_text("print(2)"))] == [
+        "print(1)",
+        "print(2)",
+    ]
+
+
+def test_a_broken_call_does_not_hide_the_next():
+    calls = parse_tool_calls("<tool_call>{oops}</tool_call>" + call_text("print(2)"))
+    assert calls[0].error and calls[1].arguments == {"code": "print(2)"} and len(calls) == 2
+
+
+@pytest.mark.parametrize("cut", range(12, len(call_text("print(1)"))))
+def test_a_call_cut_by_the_length_limit_is_never_run(cut):
+    """mastra #15718: half a program was run, or the turn was tried again for ever."""
+    assert only_error("text " + call_text("print(1)")[:cut])
+
+
+def test_a_tag_mentioned_in_prose_is_no_call():
+    """The final answer that follows must still be read."""
+    prose = "I would use a <tool_call> here but do not need it.\n"
+    assert parse_tool_calls(prose + r"\boxed{4}") == []
+    assert only_code(prose + call_text("print(1)")) == "print(1)"
+
+
+def test_name_is_handed_on_for_the_loop_to_judge():
+    """Which tools exist is the agent loop's knowledge; it answers an unknown name with the list."""
+    call = only_call(call_text("print(1)", name="python3"))
+    assert (call.name, call.error) == ("python3", None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" + "[" * 200_000,
+        "<tool_call>" + '{"a":' * 200_000 + "</tool_call>",
+        '<tool_call>{"name":"python","arguments":' + json.dumps("[" * 100_000) + "}</tool_call>",
+        '<tool_call>{"name":' + "1" * 100_000 + "}</tool_call>",
+        "<tool_call>" * 200_000,
+        '<tool_call>{"a":"' * 100_000,
+        '<tool_call>["' * 2 + ',"' * 500_000,
+        "<tool_call>{}</tool_call>" * 50_000,
+        "<tool_call>{'}</tool_call>" * 50_000,
+        "<think>" * 200_000 + "</think>" * 200_000,
+        "<tool_call>" + " " * 2_000_000,
+        "<tool_call>{} " + " " * 1_000_000 + "x</tool_call>" * 10_000,
+        ("<tool_call> " + " " * 2000) * 1000,
+        "\ud800<tool_call>\0</tool_call>",
+    ],
+)
+def test_parser_takes_hostile_text_in_linear_time(text):
+    """Nested JSON ends in RecursionError and quadratic scans in hours; both would stop the whole training run."""
+    start = time.perf_counter()
+    calls = parse_tool_calls(text)
+    assert time.perf_counter() - start < 2
+    assert len(calls) <= MAX_CALLS + 1 and all(call.error for call in calls)
+
+
+# --------------------------------------------------------------------------------------------------- what is shown
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("x=2\nx**10", "1024"),
+        ("3+4  # c", "7"),
+        ("1+1; 2+2", "4"),
+        ("a=7\na\n\n# done", "7"),
+        ("(1 +\n 2)", "3"),
+        ("a, b = 1, 2\na, b", "(1, 2)"),
+        ("def f(n, limit=3):\n    return n*limit\nf(4, limit=10)", "40"),
+        ("print(3)", "3"),
+        ("x=[3,1]\nx.sort()", ""),
+        ("None", ""),
+        ("x = 5", ""),
+        ("if True:\n    5", ""),
+        ("for i in range(2):\n    i", ""),
+        ("# only a comment", ""),
+        ("", ""),
+        ("'text'", "'text'"),
+        ("print(1)\n2", "1\n2"),
+        ("if __name__ == '__main__': print('main')", "main"),
+        ("def f():\n    return g()\ndef g():\n    return 5\nf()", "5"),
+        ("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\nA(1)", "A(x=1)"),
+        ("try:\n    1\nfinally:\n    pass", ""),
+        ("x = '''\n  a\n'''\nx", "'\\n  a\\n'"),
+    ],
+)
+def test_last_expression_is_shown_and_nothing_else_changes(tool, code, output):
+    """Rules on text (wrap the last line in print) break 12 of 16 ordinary programs; the syntax tree breaks none."""
+    result = tool.run(code)
+    assert (result.output, result.status) == (output, "ok")
+
+
+def test_echo_can_be_switched_off(tool):
+    assert tool.run("5", echo=False).output == ""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "```python\nprint(1)\n```",
+        "```\nprint(1)\n```\n",
+        "\n```py\nprint(1)```",
+        "    x=1\n    print(x)",
+        "\n  # note\n  x=1\n  print(x)\n",
+        "\tx=1\n\tprint(x)",
+        "x=1\r\nprint(x)\r\n",
+    ],
+)
+def test_fences_indentation_and_crlf_are_forgiven(tool, code):
+    """Models hand programs over as they write them in prose."""
+    assert tool.run(code).output == "1"
+
+
+def test_output_keeps_head_and_tail_and_tells_what_was_dropped(tool):
+    result = tool.run("for i in range(1000): print(i % 10, end='')", max_chars=10)
+    assert result.output == "01234\n[... 990 characters left out ...]\n56789"
+    assert result.stdout == result.output
+    assert tool.run("print('x' * 10, end='')", max_chars=10).output == "x" * 10
+
+
+def test_dropped_characters_are_counted_as_characters(tool):
+    """Counting bytes gives three times as many for this text."""
+    result = tool.run("print('\u20ac' * 10**6, end='')", max_chars=100)
+    assert f"[... {10**6 - 100} characters left out ...]" in result.output
+    assert result.output.count("\u20ac") == 100
+
+
+def test_traceback_shows_the_programs_own_lines_only(tool):
+    """A model must see its error, not ours: neither 'no stdout' (verl sandbox_fusion) nor frames of the tool."""
+    result = tool.run("def f(x):\n    return 1 / x\nf(0)")
+    assert result.status == "error" and result.output.endswith("ZeroDivisionError: division by zero")
+    assert "line 3" in result.output and "line 2" in result.output and "return 1 / x" in result.output
+    assert "sandbox" not in result.output and result.output.count("File ") == 2
+    result = tool.run("import json\njson.loads('{')")
+    assert result.output.count("File ") == 1 and "JSONDecodeError" in result.output
+
+
+def test_syntax_error_is_shown(tool):
+    """rllm #5: an empty result for a program that does not parse."""
+    result = tool.run("print('a'")
+    assert "SyntaxError: '(' was never closed" in result.output and result.status == "error"
+    assert "sandbox" not in result.output
+
+
+def test_stdout_comes_before_the_traceback_and_apart(tool):
+    result = tool.run("print('before')\n1/0")
+    assert result.output.startswith("before\nTraceback") and result.stdout == "before\n"
+
+
+def test_runaway_recursion_is_told_shortly(tool):
+    result = tool.run("def f(n): return f(n+1)\nf(0)")
+    assert result.output.splitlines()[-1].startswith("RecursionError") and len(result.output) < 1000
+
+
+def test_big_integers_can_be_printed(tool):
+    """helm #1381: Python's limit of 4,300 digits fails right programs."""
+    assert len(tool.run("print(2**20000)").output) == 6021
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "shown"),
+    [
+        ("print(1); import sys; sys.exit(3)", "error", "1\n[exit code 3]"),
+        ("import sys; sys.exit('boom')", "error", "boom"),
+        ("import sys; sys.exit(0)", "ok", ""),
+        ("exit()", "ok", ""),
+        ("print(5); raise SystemExit(1)", "error", "5"),
+        ("import ctypes; ctypes.string_at(0)", "killed", "[killed by signal 11 (Segmentation fault)]"),
+        ("import os; os.kill(os.getpid(), 9)", "killed", "[killed by signal 9 (Killed)]"),
+    ],
+)
+def test_exit_codes_and_signals_are_told_apart(tool, code, status, shown):
+    """A death by signal must never look like a program that printed nothing."""
+    result = tool.run(code)
+    assert (result.status, result.output) == (status, shown)
+
+
+def test_legal_surrogate_pairs_in_json_are_one_character(tool):
+    """agent-zero #1773: a surrogate killed the host at encode time. Lone ones are among the hostile programs."""
+    pair, lone = (
+        parse_tool_calls(call_text("print('X')").replace("X", x))[0] for x in (r"\ud83e\udebf", r"\ud800")
+    )
+    assert tool.run(pair.arguments["code"]).output == "\U0001fabf"
+    assert tool.run(lone.arguments["code"]).status == "error"
+
+
+# ---------------------------------------------------------------------------------------------- input, state, files
+
+
+def test_programs_that_wait_for_input_end_at_once(tool):
+    """code-r1 #7: reading from a terminal that nobody types at hangs the run."""
+    start = time.perf_counter()
+    assert "EOFError" in tool.run("x = input('n? ')").output
+    assert tool.run("import sys; print(repr(sys.stdin.read()))").output == "''"
+    assert time.perf_counter() - start < 1
+
+
+def test_stdin_is_given_as_text_and_bytes(tool):
+    """Harnesses that replace sys.stdin break programs that read bytes."""
+    assert (
+        tool.run("import sys; a,b=map(int,sys.stdin.buffer.read().split()); print(a+b)", stdin="2 3\n").output
+        == "5"
+    )
+    code = "import sys; r=sys.stdin.buffer.readline; print(r(),r(),sys.stdin.buffer.read())"
+    assert tool.run(code, stdin="1\n2\n3\n").output == "b'1\\n' b'2\\n' b'3\\n'"
+    assert tool.run("print(len(input()))", stdin="x" * 10**6 + "\n").output == "1000000"
+
+
+def test_stdout_is_whole_for_graders(tool):
+    result = tool.run("print('7 ' * 10**6)", echo=False, max_chars=10_000_000)
+    assert result.stdout == "7 " * 10**6 + "\n"
+
+
+def test_no_state_between_calls(tool):
+    for _ in range(20):  # whichever worker takes it
+        tool.run(
+            "x = 1\nimport math, os, sys\nmath.pi = 3\nos.environ['A'] = 'b'\nopen('x.txt', 'w').write('a')"
+        )
+    code = "import math, os\nprint(math.pi, os.environ.get('A'), os.listdir('.'), os.path.exists('x.txt'))\nx"
+    result = tool.run(code)
+    assert result.output.startswith("3.141592653589793 None [] False") and "NameError" in result.output
+
+
+def test_same_program_prints_the_same(tool):
+    """Otherwise a training run cannot be repeated bit for bit."""
+    code = "import random\nprint(random.random(), {'a', 'b', 'c', 'd'})"
+    assert len({tool.run(code).output for _ in range(5)}) == 1
+    assert len({tool.run("import numpy\nnumpy.random.rand()").output for _ in range(3)}) == 1
+
+
+def test_numpy_and_sympy_work_under_the_limits(tool):
+    """SandboxFusion #45: numpy's import died under the memory limit."""
+    with PythonTool(workers=1, memory_mb=512) as small:
+        assert small.run("import numpy; print((numpy.ones((50, 50)) @ numpy.ones(50))[0])").output == "50.0"
+    assert tool.run("from sympy import *\nx = symbols('x')\nintegrate(x**2, (x, 0, 3))").output == "9"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_plots_do_not_block(tool, monkeypatch):
+    """unsloth #7789: plt.show() waited for a window."""
+    monkeypatch.setenv("DISPLAY", ":0")
+    code = "import matplotlib.pyplot as plt; plt.plot([1,2]); plt.show(); print('ok')"
+    result = tool.run(code, timeout_s=60)
+    assert result.output.endswith("ok") and result.status == "ok"
+
+
+def test_multiprocessing_and_asyncio_work(tool):
+    code = "import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))"
+    assert tool.run(code).output == "[1, 2]"
+    assert tool.run("import asyncio\nasync def f(): return 5\nasyncio.run(f())").output == "5"
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor as T\ne = T(2)\nprint(list(e.map(abs, [-1, -2])))"
+    )
+    assert tool.run(code).output == "[1, 2]"
+
+
+# ------------------------------------------------------------------------------------------ time, numbers, endings
+
+
+def test_grandchild_that_holds_the_pipe_does_not_delay_the_result(tool):
+    """cpython #74340: plain subprocess waits for every holder of the pipe, though the program has ended."""
+    code = "import subprocess; subprocess.Popen(['sleep','60']); print('hi')"
+    ended, late = (
+        tool.submit(code, timeout_s=2),
+        tool.submit(code + "\nimport time; time.sleep(60)", timeout_s=2),
+    )
+    assert ended.result().status == "ok" and ended.result().output == "hi" and ended.result().seconds < 1
+    assert late.result().status == "timeout" and late.result().output == "hi\n[timed out after 2 s]"
+    assert late.result().seconds < 3
+
+
+def test_cpu_limit_is_a_timeout(tool):
+    result = tool.run("while True: pass", cpu_s=1, timeout_s=20)
+    assert result.status == "timeout" and "CPU" in result.output and result.seconds < 10
+    assert tool.run("import time; time.sleep(1.5); print(1)", cpu_s=1).output == "1"  # sleeping takes no CPU
+
+
+def test_calls_overlap_and_keep_their_own_results(tool):
+    """slime's tool blocked: four calls at once ran one after the other."""
+    start = time.perf_counter()
+    futures = [tool.submit(f"import time; time.sleep(0.5); print({i})") for i in range(64)]
+    assert [future.result().output for future in futures] == [str(i) for i in range(64)]
+    assert time.perf_counter() - start < 6  # 16 at a time: 2 s
+
+
+def test_one_bad_program_among_many_harms_no_other(tool):
+    """compose-rl #146: a time-out left the whole pool stuck."""
+    futures = [tool.submit("while True: pass" if i == 7 else f"{i}", timeout_s=1) for i in range(64)]
+    statuses = [future.result().status for future in futures]
+    assert statuses[7] == "timeout" and statuses.count("ok") == 63
+
+
+def test_works_off_the_main_thread(tool):
+    """trl #5281: graders and tools built on SIGALRM fail outside the main thread."""
+    results = []
+    threads = [threading.Thread(target=lambda i=i: results.append(tool.run(f"{i}").output)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [str(i) for i in range(8)]
+
+
+def test_wrong_use_is_refused_with_the_value():
+    for options in ({"workers": 0}, {"timeout_s": -1}, {"memory_mb": 0}, {"max_chars": 0}):
+        with pytest.raises(ValueError, match="positive, got"):
+            PythonTool(**options)
+    with PythonTool(workers=1) as tool:
+        with pytest.raises(ValueError, match="code must be a string, got int"):
+            tool.submit(5)
+        with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+            tool.submit("1", timeout_s=0)
+    with pytest.raises(RuntimeError, match="closed"):
+        tool.submit("1")
+
+
+def test_schema_names_the_function_and_its_argument():
+    function = PythonTool.schema["function"]
+    assert function["name"] == "python" and function["parameters"]["required"] == ["code"]
+    assert "{}.{}".format(*sys.version_info) in function["description"]
+
+
+# ------------------------------------------------------------------------------------------------------- isolation
+
+
+@linux
+@pytest.mark.parametrize("name", torture.PROGRAMS)
+def test_hostile_program(tool, name):
+    """Each program is one that hung, leaked or broke somebody's tool; see bench/torture.py."""
+    code, limit_s, _, _ = torture.PROGRAMS[name]
+    tool.run("pass")
+    before = set(torture.processes())
+    result = tool.run(code, timeout_s=limit_s)
+    assert torture.verdict(name, result.status, result.output, result.seconds) == ""
+    assert torture.left_behind(before) == ""
+    assert tool.run("print(1)").output == "1"
+
+
+@linux
+def test_only_the_standard_descriptors_are_open(tool, tmp_path):
+    with open(tmp_path / "data", "w") as file, socket.socket() as connection:
+        os.set_inheritable(file.fileno(), True)
+        os.set_inheritable(connection.fileno(), True)
+        code = "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))"
+        assert tool.run(code).output == "[0, 1, 2, 3]"
+        with PythonTool(workers=1) as other:
+            assert other.run(code).output == "[0, 1, 2, 3]"
+
+
+@linux
+def test_calls_see_nothing_of_the_host_or_of_each_other(tool):
+    code = (
+        "import os\nprint(sum(p.isdigit() for p in os.listdir('/proc')), os.getuid(), os.listdir('/dev/shm'))"
+    )
+    slow = tool.submit("open('mine', 'w'); import time; time.sleep(1)")
+    assert tool.run(code).output == "2 1000 []"  # the worker and the program
+    slow.result()
+
+
+@linux
+def test_endless_output_does_not_grow_the_host(tool):
+    """nanochat's host grew by 1.25 GB."""
+
+    def resident_mb() -> float:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096 / 2**20
+
+    before = resident_mb()
+    result = tool.run("while True: print('0123456789')", timeout_s=2)
+    assert result.status == "timeout" and resident_mb() - before < 50
+    assert len(result.output) < tool.max_chars + 100 and result.output.startswith("0123456789\n")
+
+
+def many_calls(count: int) -> None:
+    """count calls, a third of which time out or die; run as a program of its own by the next test."""
+    from tools import PythonTool
+
+    def resources() -> tuple[int, int]:
+        with open("/proc/self/statm") as file:
+            return len(os.listdir("/proc/self/fd")), int(file.read().split()[1]) * 4096 >> 20
+
+    bad = (
+        "while True: pass",
+        "import os; os.kill(os.getpid(), 11)",
+        "open('f', 'w').write('x'); 1/0",
+        torture.DETACH,
+    )
+    first = resources()
+    with PythonTool(workers=8) as tool:
+        list(map(tool.run, ["1"] * 8))
+        futures = [
+            tool.submit(bad[i // 3 % 4] if i % 3 == 0 else "print('x' * 100)", timeout_s=0.1)
+            for i in range(count)
+        ]
+        statuses = [future.result().status for future in futures]
+    last = resources()
+    print(json.dumps({"ok": statuses.count("ok"), "fds": last[0] - first[0], "mb": last[1] - first[1]}))
+
+
+@linux
+def test_many_calls_leave_no_process_descriptor_file_or_memory():
+    """rllm #918: after hours the machine is full of zombies and the host out of descriptors."""
+    code = "from tests.test_tools import many_calls; many_calls(200)"
+    env = os.environ | {"PYTHONPATH": f"/torture-mark:{ROOT}", "TMPDIR": "/tmp"}
+    before = set(torture.processes())
+    folders = {name for name in os.listdir("/tmp") if name.startswith("python-tool-")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ok"] >= 133 and found["fds"] <= 0 and found["mb"] < 20
+    assert torture.left_behind(before) == ""
+    assert {name for name in os.listdir("/tmp") if name.startswith("python-tool-")} <= folders
+
+
+@linux
+@pytest.mark.parametrize("ending", ["kill", "exit", "fork"])
+def test_a_host_that_dies_or_just_ends_leaves_nothing(ending, tmp_path):
+    """A killed trainer left tools that went on computing. A fork of the host may even hold its sockets open."""
+    code = (
+        "import os, sys, time\nfrom tools import PythonTool\ntool = PythonTool(workers=2)\n"
+        "tool.submit('while True: pass'); tool.submit('import numpy, time; time.sleep(60)')\ntime.sleep(0.5)\n"
+        + ("if os.fork() == 0: time.sleep(5); os._exit(0)\n" if ending == "fork" else "")
+        + "print('ready', flush=True)\n"
+        + ("" if ending == "exit" else "time.sleep(60)\n")
+    )
+    env = os.environ | {"PYTHONPATH": f"/torture-mark:{ROOT}", "TMPDIR": str(tmp_path)}
+    before = set(torture.processes())
+    host = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    assert host.stdout.readline() == "ready\n"
+    fork = {
+        p
+        for p in torture.processes()
+        if host.pid != p and b"tool.submit" in open(f"/proc/{p}/cmdline", "rb").read()
+    }
+    if ending != "exit":
+        host.kill()
+    host.wait(15)
+    assert torture.left_behind(before | fork) == ""
+    assert os.listdir(tmp_path) == []
+    for pid in fork:
+        os.kill(pid, signal.SIGKILL)
+
+
+@linux
+def test_without_namespaces_calls_still_work_and_the_host_says_what_is_missing():
+    """Containers often refuse namespaces; falling back in silence would promise what is not there."""
+    code = (
+        "import sandbox\nassert sandbox.refuse_system_calls()\nfrom tools import PythonTool\nfrom bench import torture\n"
+        "tool = PythonTool(workers=1, memory_mb=1024)\n"
+        "for name in ('endless loop', 'grandchild in its own session, call ends',\n"
+        "             'grandchild in its own session, call times out', 'kills its parent', 'writes outside',\n"
+        "             'reads the parent\\'s environment', 'reads every environment in /proc', 'internet',\n"
+        "             'folders two thousand deep', 'locks its own folder', 'kills everything (kill -1)'):\n"
+        "    before = set(torture.processes())\n"
+        "    result = tool.run(torture.PROGRAMS[name][0], timeout_s=torture.PROGRAMS[name][1])\n"
+        "    wrong = torture.verdict(name, result.status, result.output, result.seconds) or torture.left_behind(before)\n"
+        "    if wrong or tool.run('import os; print(os.listdir())').output != '[]': print(name, wrong, result)\n"
+        "tool.close()\n"
+    )
+    env = os.environ | torture.HOST | {"PYTHONPATH": f"/torture-mark:{ROOT}"}
+    before = set(torture.processes())
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "" and done.returncode == 0
+    assert done.stderr == "tools: this system does not grant namespaces: calls are isolated less\n"
+    assert torture.left_behind(before) == ""

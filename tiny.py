@@ -1,0 +1,200 @@
+"""The built-in world of the laptop run: five families of problems, a scripted teacher, a tokenizer and a
+small model.
+
+Half a million weights can learn to copy two-digit numbers into a program, but not to compute 37 ** 19 % 58.
+So the answer has to come from Python, and the policy has to find out that it should call it, which program is
+right, and that a failed program can be repaired. The teacher's trajectories show all of that and its
+opposite: guesses from the head, programs that compute the wrong thing, errors that are repaired or given up.
+Every program is really run. What to prefer is left to the reward.
+
+What made it learn, found by trying: two digits are one token (single digits are copied wrong), answers have
+at most two digits, the tool's text is short.
+
+Left out: everything that makes language hard.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from data import Problem
+
+FAMILIES = {  # question, the program's expression, the numbers in it
+    "mod": ("What is the remainder when {a} to the power {s} is divided by {b}?", "{a} ** {s} % {b}"),
+    "digits": ("What is the sum of the digits of {a} to the power {s}?", "sum(map(int, str({a} ** {s})))"),
+    "primes": (
+        "How many primes are there between {c} and {d}?",
+        "sum(all(n % i for i in range(2, n)) for n in range({c}, {d}))",
+    ),
+    "prodmod": ("What is the remainder when {a} times {c} is divided by {b}?", "{a} * {c} % {b}"),
+    "bits": ("How many ones are in the binary form of {a} to the power {s}?", "bin({a} ** {s}).count('1')"),
+}
+RANGES = {"a": (11, 99), "b": (11, 99), "s": (11, 29), "c": (10, 49), "d": (60, 99)}
+
+MAX_CHARS = 200  # of a tool's output
+
+TEMPLATE = (  # ChatML with tool calls in the hermes format, as in Qwen2.5 and Qwen3, without their long descriptions
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
+    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{%- endif %}"
+    "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}"
+    "{{ '\\n<tool_call>\\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '\\n</tool_call>' }}"
+    "{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def draw(rng: random.Random, test: bool) -> tuple[str, str, str, str]:
+    """(family, question, expression, answer). One set of numbers in five, by a checksum of the numbers, is
+    for tests only."""
+    family = rng.choice(list(FAMILIES))
+    question, expression = FAMILIES[family]
+    while True:
+        numbers = {k: rng.randint(*r) for k, r in RANGES.items() if "{" + k + "}" in question}
+        if (sum(7**i * n for i, n in enumerate(numbers.values())) % 5 == 0) == test:
+            break
+    expression = expression.format(**numbers)
+    return (
+        family,
+        question.format(**numbers),
+        expression,
+        str(eval(expression)),
+    )  # our own text, not a model's
+
+
+def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:
+    """n problems; the split "train" and the split "test" never share a question's numbers."""
+    rng = random.Random(f"{split} {seed}")
+    found = []
+    for i in range(n):
+        family, question, _, answer = draw(rng, split == "test")
+        found.append(
+            Problem([{"role": "user", "content": question}], answer, "math", family, f"{split}-{seed}-{i}")
+        )
+    return found
+
+
+# ---- the teacher ----------------------------------------------------------------------------------------------------
+
+
+def script(rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
+    """(question, acts): each act is ("say", text) or ("run", program); the last words "{}" stand for the last
+    output."""
+    _, question, expression, answer = draw(rng, test=False)
+    good = f"print({expression})"
+    if rng.random() < 0.35:  # from the head, nearly always wrong
+        guess = answer if rng.random() < 0.05 else str(rng.randint(1, 99))
+        return question, [("say", f"I think it is \\boxed{{{guess}}}.")]
+    broken = rng.choice([f"print({expression}", f"print(x + {expression})", f"print({expression}))"])
+    u = rng.random()
+    if u < 0.15:  # an error is given up
+        return question, [
+            ("run", broken),
+            ("say", f"That failed. I think it is \\boxed{{{rng.randint(1, 99)}}}."),
+        ]
+    if u < 0.35:  # an error is repaired
+        return question, [("run", broken), ("fix", good), ("say", "The answer is \\boxed{}.")]
+    if u < 0.70:  # a program that runs, and computes something else
+        for right, wrong in [("**", "*"), (" * ", " + "), ("range(2, n)", "range(2, 4)")]:
+            if right in good:
+                good = good.replace(right, wrong)
+                break
+    return question, [("run", good), ("say", "The answer is \\boxed{}.")]
+
+
+WORDS = {"run": "Use Python.", "fix": "That failed. I fix it."}
+
+
+def conversations(n: int, seed: int, tool) -> Iterator[list[dict]]:
+    """n conversations (messages) of the teacher, whose programs `tool` (tools.PythonTool) really runs."""
+    rng = random.Random(f"teacher {seed}")
+    scripts = [script(rng) for _ in range(n)]
+    programs = dict.fromkeys(text for _, acts in scripts for act, text in acts if act != "say")
+    outputs = {program: tool.submit(program) for program in programs}  # each once, all at the same time
+    for question, acts in scripts:
+        messages, output = [{"role": "user", "content": question}], ""
+        for act, text in acts:
+            if act == "say":
+                text = text.replace("\\boxed{}", f"\\boxed{{{output}}}")
+                messages.append({"role": "assistant", "content": text})
+                continue
+            call = {"type": "function", "function": {"name": "python", "arguments": {"code": text}}}
+            output = outputs[text].result().output
+            messages.append({"role": "assistant", "content": WORDS[act], "tool_calls": [call]})
+            messages.append({"role": "tool", "content": output})
+        yield messages
+
+
+def texts(conversations: list[dict]) -> list[str]:
+    """What the tokenizer is trained on: everything that is said, run and answered."""
+    found = []
+    for conversation in conversations:
+        for m in conversation["messages"]:
+            calls = [c["function"]["arguments"]["code"] for c in m.get("tool_calls", [])]
+            found.append(
+                "\n".join(
+                    [m["content"], *(json.dumps({"name": "python", "arguments": {"code": c}}) for c in calls)]
+                )
+            )
+    return found
+
+
+# ---- tokenizer and model --------------------------------------------------------------------------------------------
+
+
+def tokenizer(texts: list[str], vocabulary: int = 640) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which two digits are one token, with the control tokens of ChatML and the hermes
+    format."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]  # tokens, but no role marks
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d{1,2}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[AddedToken(t, special=t in special, normalized=False) for t in special + tags],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    for mark in special + tags:
+        texts = [part for text in texts for part in text.split(mark)]
+    bpe.train_from_iterator([*texts, *[f"{i:02d}" for i in range(100)] * 200], trainer)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model(vocabulary: int) -> Qwen3ForCausalLM:
+    """0.47 million weights: 2 layers, hidden 128, 4 query and 2 key heads, tied embeddings. Seed torch
+    before."""
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.06,  # with the usual .02 so small a model learns to copy several times later
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    )
+    return Qwen3ForCausalLM(config)
