@@ -20,6 +20,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+try:
+    from flash_attn import flash_attn_varlen_func  # optional: used for half-precision rows on a GPU
+except ImportError:
+    flash_attn_varlen_func = None
+
 
 class Blocks:
     """Keys and values in blocks of `size` tokens, taken once. A sequence owns a table, a list of block ids; a
@@ -95,6 +100,11 @@ class Segments:
         self.spans = list(
             zip((ends - new).tolist(), ends.tolist(), past.tolist())
         )  # (from, to, past) of each
+        if flash_attn_varlen_func and torch.device(device).type == "cuda":
+            edges = F.pad(torch.stack([ends, (new + past).cumsum(0)]), (1, 0)).int()
+            self.q_edges, self.k_edges = edges.to(device)  # [B+1] each
+            self.q_max, self.k_max = int(new.max()), int((new + past).max())
+            self.block_table = tables.int().to(device) if cache else None
         self.ragged = range(len(new))  # sequences that take an attention call of their own
         self.single = None  # places [b] of the sequences with one new token, which take one call together
         if cache:
@@ -144,6 +154,17 @@ def attention(
         keys, values = cache.k[layer], cache.v[layer]  # [blocks, S, Hkv, D]
         keys.flatten(0, 1)[seg.slot] = k[0].transpose(0, 1)
         values.flatten(0, 1)[seg.slot] = v[0].transpose(0, 1)
+
+    if (
+        flash_attn_varlen_func and q.is_cuda and q.dtype != torch.float32
+    ):  # one call for all (not run on a GPU yet)
+        kf, vf = (keys, values) if cache else (k[0].transpose(0, 1), v[0].transpose(0, 1))
+        window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+        out = flash_attn_varlen_func(
+            q[0].transpose(0, 1), kf, vf, seg.q_edges, seg.k_edges, seg.q_max, seg.k_max,
+            softmax_scale=scaling, causal=True, window_size=window, block_table=seg.block_table,
+        )  # fmt: skip
+        return out[None], None
 
     if seg.single is not None:  # all decoding rows at once
         kb, vb = _gather(keys, seg.single_tables), _gather(values, seg.single_tables)  # [b, Hkv, m*S, D]

@@ -40,9 +40,7 @@ def encode_plain(tokenizer, text: str) -> list[int]:
     plain, control = _plain[tokenizer]
     ids = plain.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
     if control.intersection(ids):
-        raise ValueError(
-            f"this tokenizer has no plain spelling of a control token in {text[:80]!r}; remove it from the text"
-        )
+        raise ValueError(f"this tokenizer cannot spell the control token in {text[:80]!r}; take it out")
     return ids
 
 
@@ -62,9 +60,7 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, gen
     without a template.
     """
     if not tokenizer.chat_template:
-        raise ValueError(
-            "the tokenizer has no chat template; set tokenizer.chat_template, or use an instruction-tuned model"
-        )
+        raise ValueError("the tokenizer has no chat template; set one, or use an instruction-tuned model")
     known: list[str] = []  # plain texts, by number
 
     def hide(text: str) -> str:
@@ -133,8 +129,8 @@ def tool_description(tools: list[dict]) -> str:
     return (
         "You can call these functions, described by JSON schema:\n"
         + "\n".join(json.dumps(t, ensure_ascii=False) for t in tools)
-        + '\nTo call one, write its name and arguments as JSON between tags, and stop: <tool_call>{"name": ..., '
-        '"arguments": {...}}</tool_call>. You then get its output.'
+        + "\nTo call one, write its name and arguments as JSON between tags, and stop: "
+        '<tool_call>{"name": ..., "arguments": {...}}</tool_call>. You then get its output.'
     )
 
 
@@ -192,9 +188,7 @@ class ToolTurn:
             if sum(plain for _, plain in pieces) != n:
                 raise ValueError("the results are not in the rendered text")
         except ValueError as error:
-            _say_once(
-                f"the chat template has no tool role ({error}): results are given as the user's <tool_response>"
-            )
+            _say_once(f"the chat template has no tool role ({error}): the user gives the results")
             said[1] = {"role": "assistant", "content": "a"}
             shown = [{"role": "user", "content": "<tool_response>\n\ue0f2\n</tool_response>\n" * n}]
             text = "".join(p for p, _ in render(self.tokenizer, said + shown, None, True))

@@ -93,10 +93,11 @@ class Config:
 RL_DATA = "Gen-Verse/Open-AgentRL-30K"
 PRESETS = {
     "tiny": dict(
-        steps=25, batch=256, group=8, mini_batches=2, lr=4e-4, beta2=0.95, weight_decay=0.0, old_logp="sampler",
-        tool_reward=False, max_prompt=64, max_new_tokens=150, overlong_buffer=30, max_turns=4, describe_tool=False,
+        steps=25, batch=256, group=8, mini_batches=2, lr=4e-4, beta2=0.95, weight_decay=0.0,
+        old_logp="sampler", tool_reward=False, max_prompt=64, max_new_tokens=150, overlong_buffer=30,
+        max_turns=4, describe_tool=False,
         tool_seconds=2.0, tool_memory=1024, tool_chars=tiny.MAX_CHARS, max_rows=256, tokens_per_row=16384,
-        eval_every=5, eval_data="tiny", save_every=5,
+        eval_every=5, eval_data="tiny", save_every=5, threads=1,
     ),
     "qwen3-0.6b": dict(
         model="Qwen/Qwen3-0.6B", data=RL_DATA, steps=200, batch=256, group=8, max_new_tokens=4096,
@@ -113,7 +114,8 @@ def check(c: Config) -> None:
     legal = " or ".join(str(b) for b in (below, below + c.group) if b)
     for wrong, sentence in [
         (c.group < 2, f"--group {c.group}: a group of one has no advantage over itself; take at least 2"),
-        (c.batch < 1 or c.batch % max(c.group, 1), f"--batch {c.batch} is not divisible by --group {c.group}; take {legal}"),
+        (c.batch < 1 or c.batch % max(c.group, 1),
+         f"--batch {c.batch} is not divisible by --group {c.group}; take {legal}"),
         (not 1 <= c.mini_batches <= c.batch, f"--mini_batches {c.mini_batches}: take 1 to --batch {c.batch}"),
         (c.steps < 1, f"--steps {c.steps}: take at least 1"),
         (not 0 <= c.overlong_buffer <= c.max_new_tokens,
@@ -128,7 +130,7 @@ def check(c: Config) -> None:
             fail(sentence)
 
 
-# ---- advantages and loss ----------------------------------------------------------------------------------
+# ---- advantages and loss -----------------------------------------------------------------------------------
 
 
 def group_advantages(rewards, group_ids, scale: str = "std") -> Tensor:
@@ -204,7 +206,7 @@ def policy_loss(
     return torch.where(mask, loss, 0.0), stats
 
 
-# ---- rollout and reward -----------------------------------------------------------------------------------
+# ---- rollout and reward ------------------------------------------------------------------------------------
 
 
 class Agents:
@@ -295,7 +297,7 @@ def gather(episodes: list[dict]) -> list[dict]:
     return sorted(found, key=lambda e: (e["prompt_index"], e["sample_index"]))
 
 
-# ---- one update -------------------------------------------------------------------------------------------
+# ---- one update --------------------------------------------------------------------------------------------
 
 
 def update(
@@ -356,8 +358,8 @@ def update(
         norm = net.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
         if not torch.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient's norm is {norm.item()} in optimizer step {step + 1} of this batch; weights and the last "
-                f"checkpoint are whole: continue with a lower --lr than {config.lr}, in a new --out"
+                f"the gradient's norm is {norm.item()} in optimizer step {step + 1} of this batch; the "
+                f"last checkpoint is whole: start from it in a new --out with a lower --lr than {config.lr}"
             )
         optimizer.step()
         optimizer.zero_grad()
@@ -392,7 +394,7 @@ def training_row(episodes: list[dict], device) -> dict:
     }
 
 
-# ---- what a step looked like ------------------------------------------------------------------------------
+# ---- what a step looked like -------------------------------------------------------------------------------
 
 
 def measure(episodes: list[dict]) -> dict[str, float]:
@@ -437,7 +439,7 @@ def evaluate(agents: Agents, problems, seed: int) -> dict[str, float]:
     return {"eval/correct": p, "eval/low": low, "eval/high": high, **families, **tool}
 
 
-# ---- the run ----------------------------------------------------------------------------------------------
+# ---- the run -----------------------------------------------------------------------------------------------
 
 
 def main(config: Config) -> None:
@@ -451,12 +453,13 @@ def main(config: Config) -> None:
     cores = max(1, (os.cpu_count() or 1) // ranks)
     torch.set_num_threads(config.threads or cores)
     out = Path(config.out or f"runs/{config.preset}-{config.seed}")
-    open_run(out, asdict(config), may_change={"steps", "threads", "out", "show_every"})
     workers = config.tool_workers or max(2, cores)
     with PythonTool(workers, config.tool_seconds, config.tool_memory, config.tool_chars) as tool:
         train(config, out, tool, device, began)
     if rank == 0:
-        subprocess.run([sys.executable, str(Path(__file__).parent / "report.py"), str(out)], check=False)
+        subprocess.run(
+            [sys.executable, str(Path(__file__).parent / "report.py"), str(out), "--png"], check=False
+        )
         print(f"{clock(time.time() - began)} in all; run folder {out}, curves {out / 'curves.png'}")
     dist.destroy_process_group()
 
@@ -466,12 +469,23 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     first, folder = latest(out)
     if first >= config.steps:
         fail(f"{out} is complete ({first} steps); raise --steps to go on, or give another --out")
-    name = config.model
-    if not name:  # the laptop run: a cold start by sft.py, then on from its folder as from any other model
-        name = str(out / "cold_start")
-        if not Path(name).exists():
-            sft.run(replace(sft.preset("tiny"), out=name, seed=config.seed, threads=config.threads))
-    model, tokenizer = net.load(name)
+    n = config.eval_problems if config.eval_every else 0
+    try:  # before the folder is made: a name may be wrong
+        data = load_problems(config.data) if config.data else []
+        unseen = tiny.problems("test", n) if config.eval_data == "tiny" else []
+        if n and not unseen:
+            unseen = load_problems(config.eval_data, limit=n)
+        loaded = net.load(config.model) if config.model else None
+    except ValueError as error:
+        fail(str(error))
+    open_run(out, asdict(config), may_change={"steps", "threads", "out", "show_every"})
+    if not loaded:  # the laptop run: a cold start by sft.py, then on from its folder as from any other model
+        cold = out / "cold_start"
+        if not cold.exists():
+            settings = sft.Config(**sft.PRESETS["tiny"], out=str(cold), seed=config.seed)
+            sft.run(replace(settings, threads=config.threads))
+        loaded = net.load(str(cold))
+    model, tokenizer = loaded
     shared = ranks == 1 and device == "cpu"  # one copy of the weights serves the trainer and the sampler
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     copied = model if shared else copy.deepcopy(model).to(device, dtype)
@@ -485,15 +499,6 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
         net.copy_weights(policy, copied)
     agents = Agents(copied, tokenizer, tool, config)
 
-    data = load_problems(config.data) if config.data else []
-    unseen = []
-    if config.eval_every:
-        n = config.eval_problems
-        unseen = (
-            tiny.problems("test", n)
-            if config.eval_data == "tiny"
-            else load_problems(config.eval_data, limit=n)
-        )
     for problem in [*data, *unseen]:
         agents.prompt(problem)  # a prompt that is too long ends the run now, not in step 300
     prompts = config.batch // config.group
@@ -516,8 +521,8 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
         found = evaluate(agents, unseen, seed=2**40)
         if rank == 0:
             interval = f"{found['eval/low']:.2f} to {found['eval/high']:.2f}"
-            print(f"{title}: {found['eval/correct']:.3f} of {len(unseen)} unseen problems right ({interval}), "
-                  f"tool used {found['eval/tool_used']:.2f}", flush=True)  # fmt: skip
+            print(f"{title}: {found['eval/correct']:.3f} of {len(unseen)} unseen problems right "
+                  f"({interval}), tool used {found['eval/tool_used']:.2f}", flush=True)  # fmt: skip
         return found
 
     log = Log(out, first if folder else -1)
@@ -554,7 +559,8 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
             right, ran = row["reward/correct"], row["tool/success"]
             print(f"step {step:3d}/{config.steps}  right {right:.2f} {'#' * round(20 * right):20s}  "
                   f"tool {row['tool/used']:.2f}  ran {ran:.2f}  tokens {row['length/policy_tokens']:.0f}  "
-                  f"entropy {row['policy/entropy']:.3f}  {end - start:.1f} s  {left} left", flush=True)  # fmt: skip
+                  f"entropy {row['policy/entropy']:.3f}  {end - start:.1f} s  {left} left",
+                  flush=True)  # fmt: skip
             if config.show_every and (step == 1 or step % config.show_every == 0):
                 show(
                     max(episodes, key=lambda e: abs(e["advantage"])),

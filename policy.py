@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from attention import Blocks, Segments, trunk
 from data import fail
@@ -32,9 +33,11 @@ try:  # Hugging Face's package of the same name hides our plain folder: add it t
     kernels.__path__.append(str(Path(__file__).parent / "kernels"))
 except ImportError:
     pass
-from kernels.linear_logprob import linear_logprob_entropy  # noqa: E402
+from kernels.linear_logprob import linear_logprob_entropy
 
-# ---- load and audit -------------------------------------------------------------------------------------------------
+logging.disable_progress_bar()  # loading and saving are short; the terminal belongs to the run
+
+# ---- load and audit ----------------------------------------------------------------------------------------
 
 
 def load(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
@@ -141,9 +144,7 @@ def audit(model) -> None:
             raise
         refuse(f"its attention is not called as we need it ({type(error).__name__}: {str(error)[:120]})")
     if cache.seen != set(range(layers)):
-        refuse(
-            f"only layers {sorted(cache.seen)} of {layers} use the cache, the others keep a state of their own"
-        )
+        refuse(f"only layers {sorted(cache.seen)} of {layers} use the cache, the others a state of their own")
     if wrong(fed[0] + fed[1], torch.cat([right[: past[0]], right[21 : 21 + past[1]]])):
         refuse("prefill and decode from the cache differ from the full forward")
 
@@ -156,7 +157,7 @@ def audit(model) -> None:
         refuse("the fused log-prob differs from log-softmax of its logits")
 
 
-# ---- score tokens ---------------------------------------------------------------------------------------------------
+# ---- score tokens ------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
@@ -229,7 +230,7 @@ def packed_row(ids: list[list[int]], masks: list[list[int]], device="cpu") -> tu
     return row, Segments([len(seq) for seq in ids], device=device), torch.tensor(targets, device=device)
 
 
-# ---- many ranks -----------------------------------------------------------------------------------------------------
+# ---- many ranks --------------------------------------------------------------------------------------------
 
 
 def init_process_group() -> tuple[int, int, str]:

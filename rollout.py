@@ -16,7 +16,7 @@ Random numbers belong to (seed, prompt, sample, position), so a trajectory does 
 batch.
 
 Left out: CUDA graphs, speculative decoding, beam search, penalties, prefix sharing between different prompts.
-To copy into another project take this file and policy.py (attention), for agents also chat.py and tools.py.
+To copy into another project take this file and attention.py, for agents also chat.py and tools.py.
 """
 
 import concurrent.futures
@@ -43,14 +43,12 @@ class Trajectory:
     logprobs: list[float]  # log-prob under the law that was sampled from; 0 at the prompt and at tool tokens
     prompt_len: int
     tool_results: list[ToolResult] = field(default_factory=list)
-    finish: str = (
-        ""  # "stop": ended its last turn; "length": no room left; "turns": asked for a tool in its last turn
-    )
+    finish: str = ""  # "stop", "length" (no room left), "turns" (called a tool in the last turn it had)
     prompt_index: int = 0
     sample_index: int = 0
 
 
-# ---- sampling a token -----------------------------------------------------------------------------------------------
+# ---- sampling a token --------------------------------------------------------------------------------------
 
 
 def mix(x):
@@ -92,8 +90,10 @@ def sample_tokens(
     logits = logits.float()
     top = logits.max(-1, keepdim=True).values
     if not torch.isfinite(top).all():
-        raise FloatingPointError(f"{int((~torch.isfinite(top)).sum())} of {len(logits)} rows have NaN or inf logits: "
-                                 "the weights are broken (learning rate too high?)")  # fmt: skip
+        bad = int((~torch.isfinite(top)).sum())
+        raise FloatingPointError(
+            f"{bad} of {len(logits)} rows have NaN or inf logits: are the weights broken?"
+        )
     heat = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(len(logits))
     z = (logits - top) / torch.where(heat > 0, heat, 1.0)[:, None]
     if top_k and top_k < z.shape[1]:
@@ -110,7 +110,7 @@ def sample_tokens(
     return token, logprob
 
 
-# ---- the sampler ----------------------------------------------------------------------------------------------------
+# ---- the sampler -------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -139,7 +139,8 @@ class Sampler:
 
     max_rows       rows that decode together
     max_len        tokens of a sequence, prompt included (default: the model's context)
-    cache_tokens   tokens the cache holds for all rows together (default: max_rows * max_len, up to 4 GB)
+    cache_tokens   tokens the cache holds for all rows together (default: max_rows * max_len, at most 4 GB, or
+                   half of a GPU's free memory)
     block          tokens a block (default 16 on CPU, 256 on GPU)
     prefill        tokens of prompts and tool results fed in one step, beside the rows that decode
     deterministic  a tool's result is taken a fixed number of steps after it was asked for, waiting if it is
@@ -169,7 +170,8 @@ class Sampler:
         if cache_tokens is None:
             one = Blocks(model.config, 1, 1, dtype)
             bytes_a_token = 2 * one.k.numel() * one.k.element_size()
-            cache_tokens = min(max_rows * self.max_len, int(4e9 / bytes_a_token))
+            memory = 4e9 if cpu else 0.5 * torch.cuda.mem_get_info(model.device)[0]
+            cache_tokens = min(max_rows * self.max_len, int(memory / bytes_a_token))
         self.blocks = Blocks(model.config, -(-cache_tokens // size) + 1, size, dtype, model.device)
         self.deterministic = cpu if deterministic is None else deterministic
         self.delay = 4  # steps from a tool call to its result in deterministic mode
@@ -200,8 +202,8 @@ class Sampler:
         is over), and when they are done follow(row) gives the ids that come next."""
         if n < 1 or max_new_tokens < 0 or temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
             raise ValueError(
-                f"n {n}, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}, top_k {top_k}: "
-                "n must be 1 or more, top_p in (0, 1], the others 0 or more"
+                f"n {n}, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}, "
+                f"top_k {top_k}: n must be 1 or more, top_p in (0, 1], the others 0 or more"
             )
         self.law = (temperature, top_p, top_k) if temperature else (0.0, 1.0, 0)
         self.respond, self.follow = respond, follow
@@ -215,8 +217,8 @@ class Sampler:
                 raise ValueError(f"prompt {i} is empty; it needs at least one token")
             if self.blocks.needs(limit) > capacity:
                 raise ValueError(
-                    f"prompt {i}: {len(prompt)} tokens and {limit - len(prompt)} new ones never fit into a cache of "
-                    f"{capacity * self.blocks.size} tokens; raise cache_tokens or lower max_new_tokens"
+                    f"prompt {i}: {len(prompt)} tokens and {limit - len(prompt)} new ones never fit into a "
+                    f"cache of {capacity * self.blocks.size}; raise cache_tokens or lower max_new_tokens"
                 )
             for j in range(n):
                 number = i if indices is None else indices[i]
@@ -229,14 +231,18 @@ class Sampler:
                     row = Row(t.ids, i, limit, random_key(seed, number, j), t, turn_start=len(prompt))
                     self.queue.append(row)
         idle = False
-        while self.queue or self.running:
-            self._take_results(idle)
-            self._admit(share=n > 1)
-            batch = self._choose()
-            idle = not batch
-            self.stats["steps"] += 1
-            if batch:
-                self._step(batch)
+        try:
+            while self.queue or self.running:
+                self._take_results(idle)
+                self._admit(share=n > 1)
+                batch = self._choose()
+                idle = not batch
+                self.stats["steps"] += 1
+                if batch:
+                    self._step(batch)
+        finally:  # after an error too, no block is lost
+            for row in self.running:
+                self.blocks.release(row.table)
         return trajectories
 
     def _admit(self, share: bool) -> None:
@@ -245,7 +251,9 @@ class Sampler:
         active = sum(not row.pending and row.trajectory is not None for row in self.running)
         while self.queue and active < self.max_rows:
             row = self.queue[0]
-            fresh = share and 1 < len(row.ids) == row.trajectory.prompt_len
+            # for a row, and the partial block of its prompt that it has copied
+            room = self.blocks.needs(row.limit) < len(self.blocks.count) - 1
+            fresh = share and room and 1 < len(row.ids) == row.trajectory.prompt_len
             parent = self.prompts.get(row.group) if fresh else None
             wanted = 1 if parent else self.blocks.needs(len(row.ids)) + 1
             if self.running and len(self.blocks.free) < wanted + len(self.running):
@@ -404,7 +412,7 @@ def _result(future) -> ToolResult:
     return result if isinstance(result, ToolResult) else ToolResult(str(result), "ok", 0.0)
 
 
-# ---- the agent loop -------------------------------------------------------------------------------------------------
+# ---- the agent loop ----------------------------------------------------------------------------------------
 
 
 def run_agent(
@@ -443,12 +451,16 @@ def run_agent(
             problem = f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
         if not problem:
             tool = tools[call.name]
+            schema = getattr(tool, "schema", None)
+            known = schema["function"]["parameters"]["properties"] if schema else call.arguments
+            extra = set(call.arguments) - set(known)
+            if extra:  # submit() has more options, its limits among them: not for the policy to set
+                problem = f"{call.name} takes {', '.join(known)}, not {', '.join(sorted(extra))}"
+        if not problem:
             try:
-                return (
-                    getattr(tool, "submit", None)(**call.arguments)
-                    if hasattr(tool, "submit")
-                    else threads.submit(tool, **call.arguments)
-                )
+                if hasattr(tool, "submit"):
+                    return tool.submit(**call.arguments)
+                return threads.submit(tool, **call.arguments)
             except TypeError as error:  # arguments that the tool does not have
                 problem = str(error)
         answer = concurrent.futures.Future()

@@ -26,24 +26,19 @@ from policy import Policy, save
 
 
 def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
-    """A new folder with config.json, or the same run again. Anything else is refused: nothing is ever written
-    over."""
+    """A new folder with config.json, or the same run again. Nothing is written over: else it is refused."""
     file = out / "config.json"
     if file.exists():
         old = json.loads(file.read_text())["config"]
-        differ = [
-            f"{k} {old.get(k)!r} -> {v!r}"
-            for k, v in settings.items()
-            if k not in may_change and old.get(k) != v
-        ]
-        if differ:
-            fail(
-                f"{out} holds a run with other settings ({', '.join(differ)}); give another --out, or delete it"
-            )
+        changed = [k for k, v in settings.items() if k not in may_change and old.get(k) != v]
+        begun = any((out / name).exists() for name in ("cold_start", "metrics.jsonl", "checkpoints"))
+        if changed and begun:
+            differ = ", ".join(f"{k} {old.get(k)!r}, now {settings[k]!r}" for k in changed)
+            fail(f"{out} holds a run with other settings ({differ}); give another --out, or delete it")
     elif out.exists() and any(out.iterdir()):
         fail(f"--out {out} exists and is not a run of this program; give another name")
     dist.barrier()
-    if dist.get_rank() == 0 and not file.exists():
+    if dist.get_rank() == 0:
         (out / "trajectories").mkdir(parents=True, exist_ok=True)
         versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy")}
         content = {
@@ -52,10 +47,15 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
             "command": sys.argv,
             "ranks": dist.get_world_size(),
         }
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=2) + "\n")
-        part.rename(file)
+        write_whole(file, json.dumps(content, indent=2) + "\n")
     dist.barrier()
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Never half a file: written beside it, then renamed."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(text)
+    part.rename(file)
 
 
 class Log:
@@ -69,9 +69,7 @@ class Log:
             ]  # what comes after the last line's end was cut off by the kill
             self.rows = [row for row in map(json.loads, lines) if row["step"] <= last_step]
         if dist.get_rank() == 0:
-            part = self.file.with_suffix(".part")
-            part.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-            part.rename(self.file)
+            write_whole(self.file, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def write(self, row: dict) -> None:
         self.rows.append(row)
@@ -80,7 +78,7 @@ class Log:
                 f.write(json.dumps(row) + "\n")
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+# ---- checkpoints -------------------------------------------------------------------------------------------
 
 
 def latest(out: Path) -> tuple[int, Path | None]:
@@ -117,7 +115,7 @@ def restore(folder: Path, policy: Policy, optimizer) -> None:
     )
 
 
-# ---- the terminal ---------------------------------------------------------------------------------------------------
+# ---- the terminal ------------------------------------------------------------------------------------------
 
 COLOURS = {"prompt": "2", "policy": "32", "tool": "36", "right": "1;32", "wrong": "1;31"}
 
@@ -145,7 +143,8 @@ def show(episode: dict, tokenizer, title: str) -> None:
     verdict = "right" if episode["correct"] else "wrong"
     parts = ", ".join(f"{k} {v:+.2f}" for k, v in episode["reward_parts"].items() if v)
     print(
-        f"\n---- {title} ----\n{text}\n---- {paint(verdict, verdict)}; reward {episode['reward']:+.2f} = {parts}\n"
+        f"\n---- {title} ----\n{text}\n"
+        f"---- {paint(verdict, verdict)}; reward {episode['reward']:+.2f} = {parts}\n"
     )
 
 

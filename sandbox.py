@@ -2,20 +2,18 @@
 
     host ──▶ server ──fork──▶ worker ──fork──▶ child        (this file, started as a program, is the server)
 
-A server has imported what programs need, and forks workers, which fork a child for each call: about a
-millisecond, where starting Python takes 20. A worker takes one call at a time. When the child ends or its time
-is up, the worker kills every process that the call started and empties the call's folder. On Linux a worker is
-process 1 of its own user, process, mount, network and IPC namespaces, so that the kernel knows all that belongs to
-a call; where these are not granted, Landlock and /proc stand in for them.
+A server has imported what programs need, and forks workers, which fork a child for each call: a millisecond,
+where starting Python takes 20. A worker takes one call at a time. When the child ends or its time is up, the
+worker kills every process that the call started and empties the call's folder. On Linux a worker is process 1
+of its own namespaces (isolation.py), so that the kernel knows all that belongs to a call; where these are not
+granted, Landlock and /proc stand in for them.
 
-A fork costs what pages it touches, and each import adds some (threading alone 0.3 ms a call): this file imports
-little. Left out: a limit on the memory of all processes of a call together; hiding what the user may read.
+A fork costs what pages it touches, and each import adds some (threading alone 0.3 ms a call): this file
+imports little. Left out: a limit on the memory of all processes of a call together.
 """
 
 import ast
 import atexit
-import ctypes
-import errno
 import gc
 import json
 import math
@@ -32,10 +30,17 @@ import time
 import traceback
 import types
 
-LINUX = sys.platform == "linux"
-LIBC = ctypes.CDLL(None, use_errno=True)
-CAPSET = LIBC.capset if LINUX else None  # looked up once, not in every child
-SUBREAPER = (36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans below become children of the caller
+from isolation import (
+    CAPSET,
+    LIBC,
+    LINUX,
+    SUBREAPER,
+    empty,
+    enter_namespaces,
+    refuse_system_calls,
+    restrict_by_landlock,
+)
+
 NAME = "<tool>"  # the program's file name in tracebacks
 
 
@@ -179,10 +184,17 @@ def call(job: dict, box: str, namespaces: bool, wake: int, inherited: list[int])
         watch.register(fd, select.POLLIN)
     for stream in streams:
         watch.register(stream.fd, select.POLLIN)
-    ended, gone = None, False
-    while ended is None and not gone and (left := start + job["timeout_s"] - time.monotonic()) > 0:
+    ended, gone, crowded = None, False, False
+    crowd = math.inf if namespaces or not LINUX else len(os.listdir("/proc")) + 500
+    while (
+        ended is None
+        and not gone
+        and not crowded
+        and (left := start + job["timeout_s"] - time.monotonic()) > 0
+    ):
         # First some milliseconds blind to output: most calls end meanwhile, a chatty one wakes us less often.
-        events = dict(quiet.poll(min(left * 1000, 3))) or dict(watch.poll(min(left * 1000, 1e9)))
+        wait = min(left * 1000, 1e9 if namespaces else 200)
+        events = dict(quiet.poll(min(wait, 3))) or dict(watch.poll(wait))
         gone = any(fd in events for fd in inherited)
         if wake in events:
             os.read(wake, 4096)
@@ -190,12 +202,16 @@ def call(job: dict, box: str, namespaces: bool, wake: int, inherited: list[int])
             if stream.open and not stream.read():
                 watch.unregister(stream.fd)  # closed by the program, which may well run on
         ended = reap(pid)
+        crowded = (
+            crowd < math.inf and len(os.listdir("/proc")) > crowd
+        )  # a fork bomb, which nothing else limits
     killed = kill_all(namespaces, pid)
     reply = {"seconds": time.monotonic() - start}
     for stream in streams:
         stream.read()
         os.close(stream.fd)
-    return None if gone else reply | describe(job, out, err, ended or killed, timed_out=ended is None)
+    timed_out = ended is None and not crowded
+    return None if gone else reply | describe(job, out, err, ended or killed, timed_out)
 
 
 def reap(pid: int, flags: int = os.WNOHANG) -> tuple | None:
@@ -279,8 +295,8 @@ def describe(job: dict, out: Stream, err: Stream, ended: tuple, timed_out: bool)
     status, notice = "ok" if code == 0 else "error", f"[exit code {code}]" if code > 1 else ""
     if timed_out:
         status, notice = "timeout", f"[timed out after {job['timeout_s']:g} s]"
-    elif job["cpu_s"] and cpu_s >= job["cpu_s"] and code in (-signal.SIGXCPU, -signal.SIGKILL):
-        status, notice = "timeout", f"[stopped after {job['cpu_s']:g} s of CPU time]"
+    elif code == -signal.SIGXCPU or code == -signal.SIGKILL and job["cpu_s"] and cpu_s >= job["cpu_s"]:
+        status, notice = "timeout", f"[stopped after {cpu_s:.0f} s of CPU time]"
     elif code < 0:
         status, notice = "killed", f"[killed by signal {-code} ({signal.strsignal(-code)})]"
     stdout, stderr = out.text(), err.text()
@@ -393,120 +409,6 @@ def report(error: BaseException, code: str) -> int:
     except BaseException as second:
         os.write(2, f"{type(error).__name__} (and {type(second).__name__} while printing it)\n".encode())
     return 1
-
-
-# -------------------------------------------------------------------------------------------------- isolation
-
-
-def enter_namespaces(box: str) -> None:
-    """Go on as process 1 of new namespaces with only box and /dev/shm writable; OSError if not granted."""
-    uid, gid = os.getuid(), os.getgid()
-    flags = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000  # CLONE_NEW: USER PID NS NET IPC
-    check(LIBC.unshare(flags))
-    for name, line in (("setgroups", "deny"), ("uid_map", f"1000 {uid} 1"), ("gid_map", f"1000 {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(line)
-    if os.fork():
-        os._exit(0)
-    mount("none", "/", None, 0x4000 | 0x40000)  # MS_REC | MS_PRIVATE
-    mount(
-        "proc", "/proc", "proc", 2 | 4 | 8
-    )  # MS_NOSUID | MS_NODEV | MS_NOEXEC; shows the processes of this call alone
-    with open("/proc/sys/user/max_user_namespaces", "w") as file:
-        file.write("0")  # no namespaces, and with them rights, of the program's own
-    if LIMITED_PIDS:
-        with open("/proc/sys/kernel/pid_max", "w") as file:
-            file.write("400")
-    change_mount("/", 0x8000, 1 | 2 | 4, 0)  # AT_RECURSIVE: read-only, no set-uid, no devices
-    for device in ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"):
-        mount(device, device, None, 0x1000)  # MS_BIND
-        change_mount(device, 0, 0, 1 | 4)
-    mount_box(box)
-
-
-# Since Linux 6.14 each process namespace has its own pid_max, which binds root too (RLIMIT_NPROC does not).
-LIMITED_PIDS = LINUX and tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 14)
-
-
-def mount_box(box: str) -> None:
-    mount("tmpfs", box, "tmpfs", 2 | 4, "size=256m,nr_inodes=20k,mode=700")
-    if os.path.isdir("/dev/shm"):
-        mount(box, "/dev/shm", None, 0x1000)  # where the multiprocessing module keeps its locks
-
-
-def empty(box: str, namespaces: bool) -> None:
-    """Remove what a call left in its folder, however deep, and whatever its modes."""
-    if namespaces:
-        for path in ("/dev/shm", box):
-            LIBC.umount2(path.encode(), 2)  # MNT_DETACH
-        mount_box(box)
-    else:
-        os.spawnlp(os.P_WAIT, "chmod", "chmod", "-R", "u+rwx", box)
-        os.spawnlp(os.P_WAIT, "rm", "rm", "-rf", box)
-        os.mkdir(box)
-
-
-def check(result: int) -> int:
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result
-
-
-def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    kind = kind and kind.encode()
-    check(LIBC.mount(source.encode(), target.encode(), kind, ctypes.c_ulong(flags), options.encode()))
-
-
-def change_mount(path: str, flags: int, switch_on: int, switch_off: int) -> None:
-    attributes = struct.pack("QQQQ", switch_on, switch_off, 0, 0)
-    check(LIBC.syscall(442, -100, path.encode(), flags, attributes, ctypes.c_size_t(32)))  # mount_setattr
-
-
-# Refused with EPERM: the way to the network and to sockets of this machine; what outlives a call (queues and
-# memory of System V and POSIX); memory that no limit counts (memfd_create); and what only an attack on the kernel
-# or on another process needs:
-# socket shmget msgget semget mq_open memfd_create ptrace process_vm_readv process_vm_writev pidfd_getfd setns
-# unshare bpf perf_event_open io_uring_setup userfaultfd add_key request_key keyctl memfd_secret
-REFUSED = {
-    "x86_64": (0xC000003E, "41 29 68 64 240 319 101 310 311 438 308 272 321 298 425 323 248 249 250 447"),
-    "aarch64": (0xC00000B7, "198 194 186 190 180 279 117 270 271 438 268 97 280 241 425 282 217 218 219 447"),
-}
-
-
-def refuse_system_calls() -> bool:
-    """Give up new rights and the calls above for good, children included (seccomp). False if not granted."""
-    architecture, numbers = REFUSED.get(os.uname().machine, (0, ""))
-    numbers = [int(number) for number in numbers.split()]
-    program = [
-        (0x20, 0, 0, 4),
-        (0x15, 0, len(numbers) + 2, architecture),
-        (0x20, 0, 0, 0),
-    ]  # arch, must equal; call number
-    program += [(0x35, len(numbers), 0, 0x40000000)]  # x86-64's second table of calls
-    program += [(0x15, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
-    program += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50000 | errno.EPERM)]  # allow; refuse
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
-    # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
-    return architecture > 0 and LIBC.prctl(38, 1, 0, 0, 0) == 0 and LIBC.prctl(22, 2, head, 0, 0) == 0
-
-
-def restrict_by_landlock(box: str) -> None:
-    """Without namespaces: write below box only; no signal to, no look into processes outside of this call."""
-    if (version := LIBC.syscall(444, None, 0, 1)) < 1:
-        return
-    write = 2 | sum(
-        1 << bit for bit in range(4, 13 + min(version - 1, 2))
-    )  # files; directories; from 2 on, links; from 3, truncation
-    scope = 3 if version > 5 else 0  # abstract sockets, signals
-    rules = check(LIBC.syscall(444, struct.pack("QQQ", write, 0, scope), ctypes.c_size_t(24), 0))
-    for path, allowed in ((box, write), (os.devnull, 2)):
-        fd = os.open(path, os.O_PATH)
-        check(LIBC.syscall(445, rules, 1, struct.pack("=Qi", allowed, fd), 0))
-        os.close(fd)
-    LIBC.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    check(LIBC.syscall(446, rules, 0))
-    os.close(rules)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ curriculum.
 """
 
 import json
+import math
 import re
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Config:
     """Defaults: the cold start of arXiv 2510.11701 (8 GPUs of 80 GB)."""
 
     model: str = ""  # hub name, folder or .gguf file; "tiny" is the built-in small model
-    data: str = ""  # conversations: hub name, .jsonl or .parquet with columns messages and tools; "tiny" is the teacher
+    data: str = ""  # hub name, .jsonl or .parquet with columns messages and tools; "tiny": the teacher
     out: str = "runs/sft"  # folder of the trained model; must not exist yet
     seed: int = 1  # of the order of the data, and of a model that starts from nothing
     epochs: float = 5.0  # passes over the data
@@ -54,18 +54,22 @@ class Config:
 
 PRESETS = {
     "tiny": dict(
-        model="tiny", data="tiny", epochs=1.0, batch=8, lr=4e-3, warmup=0.03, weight_decay=0.0, max_len=512
+        model="tiny",
+        data="tiny",
+        epochs=1.0,
+        batch=8,
+        lr=4e-3,
+        warmup=0.03,
+        weight_decay=0.0,
+        max_len=512,
+        threads=1,
     ),
     "qwen3-4b": dict(model="Qwen/Qwen3-4B-Instruct-2507", data="Gen-Verse/Open-AgentRL-SFT-3K"),
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B-Instruct", data="Gen-Verse/Open-AgentRL-SFT-3K"),
 }
 
 
-def preset(name: str) -> Config:
-    return Config(**PRESETS[name])
-
-
-# ---- which tokens are trained on ------------------------------------------------------------------------------------
+# ---- which tokens are trained on ---------------------------------------------------------------------------
 
 
 def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | None = None):
@@ -143,7 +147,7 @@ def tokenize_all(tokenizer, conversations, max_len: int) -> list[tuple[list[int]
             empty += 1
     if dist.get_rank() == 0 and (cut or refused or empty):
         print(
-            f"{len(examples)} conversations; {cut} cut to {max_len} tokens, {empty} without a token to train on",
+            f"{len(examples)} conversations; {cut} cut to {max_len} tokens, {empty} with nothing to train on",
             end="",
         )
         print("".join(f", {n} left out ({why})" for why, n in refused.items()))
@@ -152,7 +156,7 @@ def tokenize_all(tokenizer, conversations, max_len: int) -> list[tuple[list[int]
     return examples
 
 
-# ---- the loop -------------------------------------------------------------------------------------------------------
+# ---- the loop ----------------------------------------------------------------------------------------------
 
 
 def train(policy: Policy, examples, config: Config, device: str = "cpu") -> list[float]:
@@ -210,9 +214,8 @@ def learning_rate(step: int, steps: int, warmup: float) -> float:
     rising = max(1, round(warmup * steps))
     if step < rising:
         return (step + 1) / rising
-    return 0.05 + 0.95 * 0.5 * (
-        1 + torch.cos(torch.tensor(torch.pi * (step - rising) / max(1, steps - rising))).item()
-    )
+    done = (step - rising) / max(1, steps - rising)
+    return 0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2
 
 
 def run(config: Config) -> Path:
@@ -224,22 +227,22 @@ def run(config: Config) -> Path:
         fail(f"--out {out} exists already; give another name, or delete it")
     if not config.model or not config.data:
         fail("--model and --data say what to train on what; --preset tiny brings both")
-    start = time.time()
     if config.data == "tiny":
         with PythonTool(timeout_s=2, max_chars=tiny.MAX_CHARS) as tool:
-            conversations = [{"messages": m} for m in tiny.conversations(config.teacher, config.seed, tool)]
-        if rank == 0:
-            print(
-                f"teacher: {len(conversations)} trajectories, every program really run ({time.time() - start:.0f} s)"
-            )
-    else:
-        conversations = load_conversations(config.data)
-    if config.model == "tiny":
-        torch.manual_seed(config.seed)
-        tokenizer = tiny.tokenizer(tiny.texts(conversations[:2000]))
-        model = tiny.model(len(tokenizer))
-    else:
-        model, tokenizer = load(config.model, torch.float32)
+            said = tiny.conversations(config.teacher, config.seed, tool)
+            bar = tqdm(said, "teacher, every program really run", config.teacher, disable=rank > 0)
+            conversations = [{"messages": messages} for messages in bar]
+    try:
+        if config.data != "tiny":
+            conversations = load_conversations(config.data)
+        if config.model == "tiny":
+            torch.manual_seed(config.seed)
+            tokenizer = tiny.tokenizer(tiny.texts(conversations[:2000]))
+            model = tiny.model(len(tokenizer))
+        else:
+            model, tokenizer = load(config.model)
+    except ValueError as error:
+        fail(str(error))
     examples = tokenize_all(tokenizer, conversations, config.max_len)
     policy = shard(Policy(model.to(device)), device, checkpointing=device != "cpu")
     train(policy, examples, config, device)

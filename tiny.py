@@ -36,7 +36,7 @@ RANGES = {"a": (11, 99), "b": (11, 99), "s": (11, 29), "c": (10, 49), "d": (60, 
 
 MAX_CHARS = 200  # of a tool's output
 
-TEMPLATE = (  # ChatML with tool calls in the hermes format, as in Qwen2.5 and Qwen3, without their long descriptions
+TEMPLATE = (  # ChatML with hermes tool calls, as in Qwen2.5 and Qwen3, without their descriptions
     "{%- for m in messages %}"
     "{%- if m.role == 'tool' %}"
     "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}"
@@ -44,7 +44,8 @@ TEMPLATE = (  # ChatML with tool calls in the hermes format, as in Qwen2.5 and Q
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{%- endif %}"
     "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
     "{%- for call in m.tool_calls or [] %}"
-    "{{ '\\n<tool_call>\\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '\\n</tool_call>' }}"
+    "{%- set said = {'name': call.function.name, 'arguments': call.function.arguments} | tojson %}"
+    "{{ '\\n<tool_call>\\n' + said + '\\n</tool_call>' }}"
     "{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -81,7 +82,7 @@ def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:
     return found
 
 
-# ---- the teacher ----------------------------------------------------------------------------------------------------
+# ---- the teacher -------------------------------------------------------------------------------------------
 
 
 def script(rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
@@ -146,7 +147,7 @@ def texts(conversations: list[dict]) -> list[str]:
     return found
 
 
-# ---- tokenizer and model --------------------------------------------------------------------------------------------
+# ---- tokenizer and model -----------------------------------------------------------------------------------
 
 
 def tokenizer(texts: list[str], vocabulary: int = 640) -> PreTrainedTokenizerFast:

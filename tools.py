@@ -7,7 +7,7 @@
 
 This is the near side: it reads the calls out of the policy's text and hands them to worker processes. The far
 side, sandbox.py, is what those processes do and how they are shut in. Left out: state between calls; Windows
-(use WSL 2). To copy into another project: these two files; Python 3.10 or later, standard library only.
+(use WSL 2). To copy into another project: these two and isolation.py; Python 3.10, standard library only.
 """
 
 import atexit
@@ -47,7 +47,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     """The calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> of one turn, in order.
 
     Drafts inside <think> are left out. The JSON is decoded from the opening tag on, so that a closing tag
-    inside a string cuts nothing; raw line breaks inside strings are accepted, and arguments given as JSON text too.
+    inside a string cuts nothing; raw line breaks inside strings are accepted, arguments as JSON text too.
     What cannot be run (invalid JSON, no closing tag, unknown shape) comes back with `error` set and without
     arguments. An opening tag that only prose follows is no call. Takes linear time; raises nothing.
     """
@@ -148,7 +148,7 @@ class PythonTool:
     version = "{}.{}".format(*sys.version_info)
     description = (
         f"Run a Python {version} program and return what it prints; the value of a last expression is shown "
-        "too. numpy and sympy can be imported. Nothing is kept between calls. No network, no input, no plots; "
+        "too. numpy and sympy can be imported. Nothing is kept between calls. No network, input or plots; "
         "files only in the current folder, for the time of the call. Integers of any length can be printed."
     )
     code = {"type": "string", "description": "the program"}

@@ -176,7 +176,10 @@ def measure(n, h, v, rounds, only) -> dict:
     for i in range(rounds):
         for run in runs.values():
             print(i, file=run["process"].stdin, flush=True)
-            run["samples"].append(json.loads(run["process"].stdout.readline()))
+            line = run["process"].stdout.readline()
+            run["samples"].append(
+                json.loads(line) if line else sys.exit(f"{run['process'].args} died in round {i}")
+            )
     print(f"{'':44s}{'forward s':>11s}{'fwd+bwd s':>11s}{'of product':>12s}{'of copy':>9s}{'peak MB':>9s}")
     for name, run in runs.items():
         run["process"].stdin.close()

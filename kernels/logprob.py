@@ -9,10 +9,10 @@ The formulas. For a row of logits over V tokens and a temperature T let z = logi
     gradients             d logp / d z_j = 1[j = t] - p_j
                           d H    / d z_j = -p_j (log p_j + H)                and d z / d logits = 1 / T
 
-Nothing here is the difference of two large numbers, so float32 keeps 1e-6 even where logits stand at -10,000;
-m and log s are stored apart for the same reason (their sum would be rounded to the spacing of floats at m).
-Sums are float32 for logits of any dtype: a softmax in bfloat16 is off by up to 0.1 nat, which exp(new - old)
-takes for a policy change.
+Large numbers meet only in z_j - m, which floats hold exactly where the two are close; so float32 keeps 1e-6
+even for logits near -10,000. m and log s are stored apart, as their sum would be rounded to the spacing of
+floats at m. Sums are float32 for logits of any dtype: a softmax in bfloat16 is off by up to 0.1 nat, which
+exp(new - old) takes for a change of the policy.
 
 Bytes. log_softmax, exp and a product hold three to five [N, V] tensors; one of them is 2.5 GB in bfloat16 for
 8,192 tokens and V = 151,936. Here the forward reads the logits once and writes four numbers a row, the
@@ -66,10 +66,7 @@ def row_gradient(z, targets, inv_t, sums, g_logp, g_entropy, out) -> None:
     """out [N, C] <- d(sum g_logp logp + g_entropy H) / d logits. sums [3, N] from merge; out may be z."""
     c, (m, log_s, entropy) = z.shape[1], sums
     g, over_s = g_logp * inv_t, inv_t * (-log_s).exp()
-    a, b = (
-        -g_logp * over_s,
-        None,
-    )  # gradient_j = e_j (a + b d_j) + 1[j = t] g    with d_j = z_j - m, e_j = exp(d_j)
+    a, b = -g_logp * over_s, None  # gradient_j = e_j (a + b d_j) + 1[j = t] g,  d_j = z_j - m,  e_j = e^d_j
     if g_entropy is not None:
         b = -g_entropy * over_s
         a = a + b * (entropy - log_s)

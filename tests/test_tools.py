@@ -1,4 +1,4 @@
-"""The tool-call format and the Python tool: what comes back from each kind of program, and what stays out of reach."""
+"""The tool-call format and the Python tool: what comes back from each program, what stays out of reach."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ def only_error(text: str) -> str:
     return call.error
 
 
-# ------------------------------------------------------------------------------------------- the tool-call format
+# --------------------------------------------------------------------------------------- the tool-call format
 
 
 def test_closing_tag_inside_the_code_does_not_cut_the_call():
@@ -61,7 +61,7 @@ def test_closing_tag_inside_the_code_does_not_cut_the_call():
 @pytest.mark.parametrize(
     "text",
     [
-        '<tool_call>{"name":"python","arguments":{"code":"print(1)"}</tool_call>',  # hermes-agent #5315: brace missing
+        '<tool_call>{"name":"python","arguments":{"code":"print(1)"}</tool_call>',  # hermes-agent #5315
         '<tool_call>{"name":"python","arguments":{"code":"print("hi")"}}</tool_call>',  # quotes not escaped
         '<tool_call>{"name":"python","arguments":{"code":"print(1)",}}</tool_call>',  # trailing comma
         "<tool_call>{'name': 'python', 'arguments': {'code': 'print(1)'}}</tool_call>",  # a Python dict
@@ -71,7 +71,7 @@ def test_closing_tag_inside_the_code_does_not_cut_the_call():
     ],
 )
 def test_invalid_json_becomes_an_error_that_the_policy_can_repair(text):
-    """Dropped without a word, a broken call is taken for the final answer and the policy never learns to repair."""
+    """Dropped without a word, a broken call passes for the final answer and is never repaired."""
     assert "not valid JSON" in only_error(text) and "<tool_call>" in only_error(text)
 
 
@@ -184,14 +184,14 @@ def test_name_is_handed_on_for_the_loop_to_judge():
     ],
 )
 def test_parser_takes_hostile_text_in_linear_time(text):
-    """Nested JSON ends in RecursionError and quadratic scans in hours; both would stop the whole training run."""
+    """Nested JSON ends in RecursionError and quadratic scans in hours; both would stop the training run."""
     start = time.perf_counter()
     calls = parse_tool_calls(text)
     assert time.perf_counter() - start < 2
     assert len(calls) <= MAX_CALLS + 1 and all(call.error for call in calls)
 
 
-# --------------------------------------------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------------------------------------- what is shown
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_parser_takes_hostile_text_in_linear_time(text):
     ],
 )
 def test_last_expression_is_shown_and_nothing_else_changes(tool, code, output):
-    """Rules on text (wrap the last line in print) break 12 of 16 ordinary programs; the syntax tree breaks none."""
+    """Rules on text (wrap the last line in print) break 12 of 16 ordinary programs, the syntax tree none."""
     result = tool.run(code)
     assert (result.output, result.status) == (output, "ok")
 
@@ -263,7 +263,7 @@ def test_dropped_characters_are_counted_as_characters(tool):
 
 
 def test_traceback_shows_the_programs_own_lines_only(tool):
-    """A model must see its error, not ours: neither 'no stdout' (verl sandbox_fusion) nor frames of the tool."""
+    """A model must see its error, not ours: not 'no stdout' (verl sandbox_fusion), not frames of the tool."""
     result = tool.run("def f(x):\n    return 1 / x\nf(0)")
     assert result.status == "error" and result.output.endswith("ZeroDivisionError: division by zero")
     assert "line 3" in result.output and "line 2" in result.output and "return 1 / x" in result.output
@@ -313,7 +313,7 @@ def test_exit_codes_and_signals_are_told_apart(tool, code, status, shown):
 
 
 def test_legal_surrogate_pairs_in_json_are_one_character(tool):
-    """agent-zero #1773: a surrogate killed the host at encode time. Lone ones are among the hostile programs."""
+    """agent-zero #1773: a lone surrogate killed the host at encode time."""
     pair, lone = (
         parse_tool_calls(call_text("print('X')").replace("X", x))[0] for x in (r"\ud83e\udebf", r"\ud800")
     )
@@ -321,7 +321,7 @@ def test_legal_surrogate_pairs_in_json_are_one_character(tool):
     assert tool.run(lone.arguments["code"]).status == "error"
 
 
-# ---------------------------------------------------------------------------------------------- input, state, files
+# ---------------------------------------------------------------------------------------- input, state, files
 
 
 def test_programs_that_wait_for_input_end_at_once(tool):
@@ -391,7 +391,7 @@ def test_multiprocessing_and_asyncio_work(tool):
     assert tool.run(code).output == "[1, 2]"
 
 
-# ------------------------------------------------------------------------------------------ time, numbers, endings
+# ------------------------------------------------------------------------------------- time, numbers, endings
 
 
 def test_grandchild_that_holds_the_pipe_does_not_delay_the_result(tool):
@@ -457,7 +457,7 @@ def test_schema_names_the_function_and_its_argument():
     assert "{}.{}".format(*sys.version_info) in function["description"]
 
 
-# ------------------------------------------------------------------------------------------------------- isolation
+# -------------------------------------------------------------------------------------------------- isolation
 
 
 @linux
@@ -538,7 +538,7 @@ def many_calls(count: int) -> None:
 def test_many_calls_leave_no_process_descriptor_file_or_memory():
     """rllm #918: after hours the machine is full of zombies and the host out of descriptors."""
     code = "from tests.test_tools import many_calls; many_calls(200)"
-    env = os.environ | {"PYTHONPATH": f"/torture-mark:{ROOT}", "TMPDIR": "/tmp"}
+    env = os.environ | {"PYTHONPATH": f"{torture.RUN}:{ROOT}", "TMPDIR": "/tmp"}
     before = set(torture.processes())
     folders = {name for name in os.listdir("/tmp") if name.startswith("python-tool-")}
     done = subprocess.run(
@@ -553,49 +553,57 @@ def test_many_calls_leave_no_process_descriptor_file_or_memory():
 @linux
 @pytest.mark.parametrize("ending", ["kill", "exit", "fork"])
 def test_a_host_that_dies_or_just_ends_leaves_nothing(ending, tmp_path):
-    """A killed trainer left tools that went on computing. A fork of the host may even hold its sockets open."""
+    """A killed trainer left tools that went on computing. A fork of the host may hold its sockets open."""
     code = (
         "import os, sys, time\nfrom tools import PythonTool\ntool = PythonTool(workers=2)\n"
-        "tool.submit('while True: pass'); tool.submit('import numpy, time; time.sleep(60)')\ntime.sleep(0.5)\n"
-        + ("if os.fork() == 0: time.sleep(5); os._exit(0)\n" if ending == "fork" else "")
-        + "print('ready', flush=True)\n"
+        "tool.submit('while True: pass')\ntool.submit('import numpy, time; time.sleep(60)')\ntime.sleep(.5)\n"
+        + (
+            "fork = os.fork()\nif fork == 0: time.sleep(20); os._exit(0)\n"
+            if ending == "fork"
+            else "fork = 0\n"
+        )
+        + "print(fork, flush=True)\n"
         + ("" if ending == "exit" else "time.sleep(60)\n")
     )
-    env = os.environ | {"PYTHONPATH": f"/torture-mark:{ROOT}", "TMPDIR": str(tmp_path)}
+    env = os.environ | {"PYTHONPATH": f"{torture.RUN}:{ROOT}", "TMPDIR": str(tmp_path)}
     before = set(torture.processes())
     host = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
-    assert host.stdout.readline() == "ready\n"
-    fork = {
-        p
-        for p in torture.processes()
-        if host.pid != p and b"tool.submit" in open(f"/proc/{p}/cmdline", "rb").read()
-    }
+    fork = int(host.stdout.readline())
     if ending != "exit":
         host.kill()
     host.wait(15)
-    assert torture.left_behind(before | fork) == ""
+    assert torture.left_behind(before | {fork}) == ""
     assert os.listdir(tmp_path) == []
-    for pid in fork:
-        os.kill(pid, signal.SIGKILL)
+    if fork:
+        os.kill(fork, signal.SIGKILL)
 
 
 @linux
 def test_without_namespaces_calls_still_work_and_the_host_says_what_is_missing():
     """Containers often refuse namespaces; falling back in silence would promise what is not there."""
-    code = (
-        "import sandbox\nassert sandbox.refuse_system_calls()\nfrom tools import PythonTool\nfrom bench import torture\n"
-        "tool = PythonTool(workers=1, memory_mb=1024)\n"
-        "for name in ('endless loop', 'grandchild in its own session, call ends',\n"
-        "             'grandchild in its own session, call times out', 'kills its parent', 'writes outside',\n"
-        "             'reads the parent\\'s environment', 'reads every environment in /proc', 'internet',\n"
-        "             'folders two thousand deep', 'locks its own folder', 'kills everything (kill -1)'):\n"
-        "    before = set(torture.processes())\n"
-        "    result = tool.run(torture.PROGRAMS[name][0], timeout_s=torture.PROGRAMS[name][1])\n"
-        "    wrong = torture.verdict(name, result.status, result.output, result.seconds) or torture.left_behind(before)\n"
-        "    if wrong or tool.run('import os; print(os.listdir())').output != '[]': print(name, wrong, result)\n"
-        "tool.close()\n"
-    )
-    env = os.environ | torture.HOST | {"PYTHONPATH": f"/torture-mark:{ROOT}"}
+    code = """
+import isolation
+assert isolation.refuse_system_calls()  # unshare among them
+from bench import torture
+from tools import PythonTool
+tool = PythonTool(workers=1, memory_mb=1024)
+bomb = tool.run(torture.PROGRAMS["fork bomb that catches"][0], timeout_s=20)
+assert bomb.status == "killed" and bomb.seconds < 10, bomb
+for name in (
+    "endless loop", "grandchild in its own session, call ends", "kills its parent",
+    "kills everything (kill -1)", "grandchild in its own session, call times out",
+    "reads the parent's environment", "writes outside", "reads every environment in /proc", "internet",
+    "folders two thousand deep", "locks its own folder",
+):
+    before = set(torture.processes())
+    code, limit_s, _, _ = torture.PROGRAMS[name]
+    result = tool.run(code, timeout_s=limit_s)
+    wrong = torture.verdict(name, result.status, result.output, result.seconds) or torture.left_behind(before)
+    if wrong or tool.run("import os; print(os.listdir())").output != "[]":
+        print(name, wrong, result)
+tool.close()
+"""
+    env = os.environ | torture.HOST | {"PYTHONPATH": f"{torture.RUN}:{ROOT}"}
     before = set(torture.processes())
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
     assert done.stdout == "" and done.returncode == 0

@@ -1,0 +1,388 @@
+"""Many ranks compute what one process computes, and never wait for a rank that is gone.
+
+The ranks are real: torchrun starts this very file with 2 and with 3 processes over gloo, each job goes through
+`everything` below and writes what every rank found to a folder; one process is this one. The last thing that a
+job does is to fail on one rank.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import small_model
+from transformers import AutoModelForCausalLM
+
+import grpo
+import policy as net
+import run
+import sft
+import tiny
+from tools import PythonTool
+
+ROOT = Path(net.__file__).parent
+UPDATES = {  # what differs: embeddings, optimizer batches, old policy, packed rows
+    "tied": dict(tied=True, episodes=13, mini_batches=2, old_logp="trainer", tokens_per_row=64),
+    "untied": dict(tied=False, episodes=13, mini_batches=1, old_logp="sampler", tokens_per_row=64),
+    "one row": dict(tied=True, episodes=3, mini_batches=1, old_logp="sampler", tokens_per_row=4096),
+    "one row untied": dict(tied=False, episodes=3, mini_batches=1, old_logp="sampler", tokens_per_row=4096),
+}
+LEARNING_RATE = 0.1
+
+
+def make_model(tied: bool, seed: int = 0):
+    return small_model("qwen3", seed, num_hidden_layers=2, tie_word_embeddings=tied)
+
+
+def logprobs_of(model, ids: list[int]) -> torch.Tensor:
+    """Log-probs [T-1, V] of the model's own forward, one sequence alone."""
+    return torch.log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1], -1)
+
+
+def make_episodes(model, n: int) -> list[dict]:
+    """Prompt, policy, tool, policy, of many lengths; the sampler's log-probs are up to 0.4 off the model's."""
+    rng, episodes = random.Random(0), []
+    for i in range(n):
+        lengths = [rng.randint(3, 9), rng.randint(1, 12), rng.randint(0, 7), rng.randint(1, 5)]
+        ids = [rng.randint(3, 127) for _ in range(sum(lengths))]
+        mask = [m for m, length in zip([0, 1, 0, 1], lengths) for _ in range(length)]
+        with torch.no_grad():
+            logp = logprobs_of(model, ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        logprobs = [(lp + rng.uniform(-0.4, 0.4)) * m for lp, m in zip([0.0, *logp], mask)]
+        episode = {"ids": ids, "mask": mask, "logprobs": logprobs, "advantage": rng.choice([-1.4, -0.3, 0.9])}
+        episodes.append({**episode, "prompt_index": i // 4, "sample_index": i % 4, "prompt_len": lengths[0]})
+    return episodes
+
+
+def update(case: dict) -> dict:
+    """grpo.update of one batch with plain SGD: its metrics, and the whole weights after it."""
+    model = make_model(case["tied"])
+    episodes = make_episodes(model, case["episodes"])
+    policy = net.shard(net.Policy(model), "cpu")
+    optimizer = torch.optim.SGD(policy.parameters(), LEARNING_RATE)
+    fields = ("mini_batches", "old_logp", "tokens_per_row")
+    config = grpo.Config(**{k: case[k] for k in fields}, clip_norm=5.0)
+    metrics = grpo.update(policy, optimizer, episodes, config, seed=3)
+    return {"metrics": metrics, "weights": whole(policy)}
+
+
+def cold_start(batch: int, tokens_per_row: int) -> dict:
+    """sft.train for a few steps: the losses, and the weights after it."""
+    model = make_model(tied=True)
+    examples = [(e["ids"], e["mask"]) for e in make_episodes(model, 10)]
+    policy = net.shard(net.Policy(model), "cpu")
+    config = sft.Config(batch=batch, epochs=1.0, lr=1e-3, tokens_per_row=tokens_per_row)
+    return {"losses": sft.train(policy, examples, config), "weights": whole(policy)}
+
+
+def whole(policy) -> dict[str, torch.Tensor]:
+    return {name: net.full(weight.detach()).clone() for name, weight in policy.hf.named_parameters()}
+
+
+def words() -> list[str]:
+    return ["Use Python.", "print(12 ** 34 % 56)", *(p.messages[0]["content"] for p in tiny.problems("test", 40))]
+
+
+def agents_of(tool):
+    tokenizer = tiny.tokenizer(words(), 420)
+    torch.manual_seed(0)
+    settings = dict(max_prompt=200, max_new_tokens=12, overlong_buffer=4, max_rows=8, max_turns=2, describe_tool=False)
+    model = tiny.model(len(tokenizer)).eval()
+    return grpo.Agents(model, tokenizer, tool, grpo.Config(**settings))
+
+
+def sampled(agents, problems) -> list[tuple]:
+    episodes = agents.sample(problems, 2, seed=5)
+    return [(e["prompt_index"], e["sample_index"], e["ids"], e["logprobs"], e["reward"]) for e in episodes]
+
+
+def everything(folder: Path, tool) -> dict:
+    """What every rank of a job does, in this order; the result of each step by name."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = {name: update(case) for name, case in UPDATES.items()}
+    found["cold start"] = cold_start(batch=4, tokens_per_row=48)
+    found["cold start, one row"] = cold_start(batch=2, tokens_per_row=4096)
+
+    tokenizer = tiny.tokenizer(words(), 420)
+    for tied in (True, False):
+        policy = net.shard(net.Policy(make_model(tied, seed=1)), "cpu")
+        copies = [make_model(tied, seed=2).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        for copy in copies:
+            net.copy_weights(policy, copy)
+        found[f"copies, tied {tied}"] = [dict(copy.named_parameters()) for copy in copies]
+        net.save(policy, tokenizer, folder / f"saved-{tied}-{ranks}")
+
+    policy = net.shard(net.Policy(make_model(tied=True)), "cpu")
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-3)
+    episodes = make_episodes(make_model(tied=True), 6)
+    config = grpo.Config(mini_batches=2, tokens_per_row=64)
+    grpo.update(policy, optimizer, episodes, config, seed=0)
+    run.checkpoint(folder / f"run-{ranks}", 1, policy, optimizer, tokenizer, torch.float32)
+    grpo.update(policy, optimizer, episodes, config, seed=1)
+    found["second step"] = whole(policy)
+
+    mine = make_episodes(make_model(tied=True), 11)[rank::ranks]
+    found["gathered"] = grpo.gather(mine[::-1])
+    found["gathered from the first rank"] = grpo.gather(mine if rank == 0 else [])
+    found["sampled"] = sampled(agents_of(tool), tiny.problems("test", 5))
+    found["sampled, two problems"] = sampled(agents_of(tool), tiny.problems("test", 2))
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, ranks, _ = net.init_process_group()
+    with PythonTool(workers=2, timeout_s=300) as tool:
+        torch.save(everything(folder, tool), folder / f"{ranks}-{rank}.pt")
+        calls = [tool.submit(code) for code in ("import time\ntime.sleep(300)", "while True: pass")]
+        time.sleep(1)  # both programs run
+        assert not any(call.done() for call in calls)
+        dist.barrier()
+        agents = agents_of(tool)
+        if rank == 3 - ranks:  # rank 1 of 2, rank 0 of 3: the others wait for its episodes
+
+            def broken(*_):
+                (folder / f"failed-{ranks}").write_text(str(time.time()))
+                raise ArithmeticError("the reward of this rank fails")
+
+            agents.reward = broken
+        agents.sample(tiny.problems("test", 4), 1, seed=0)
+
+
+# ---- one process and the jobs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def jobs(folder) -> dict[int, list[dict]]:
+    """{ranks: what each of its ranks found}; 1 is this process."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    env |= {"CUDA_VISIBLE_DEVICES": ""}  # gloo, also where there is a GPU
+    started = {}
+    for ranks in (2, 3):
+        line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__, str(folder)]
+        with (folder / f"log-{ranks}").open("w") as log:
+            started[ranks] = subprocess.Popen([sys.executable, *line], env=env, stdout=log, stderr=log)
+    try:
+        with PythonTool(workers=1) as tool:
+            found = {1: [everything(folder, tool)]}
+        for ranks, process in started.items():
+            code = process.wait(300)
+            (folder / f"ended-{ranks}").write_text(f"{code} {time.time()}")
+            found[ranks] = []
+            for rank in range(ranks):
+                file = folder / f"{ranks}-{rank}.pt"
+                assert file.exists(), (folder / f"log-{ranks}").read_text()[-3000:]
+                found[ranks].append(torch.load(file, weights_only=False))
+    finally:
+        for process in started.values():
+            process.terminate()  # torchrun then ends its ranks
+            process.wait()
+    return found
+
+
+def same_weights(found: dict, expected: dict, atol: float) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def naive_update(case: dict) -> tuple[dict, dict]:
+    """One optimizer step as the formula says, in float64: every token alone, no packing, no ranks."""
+    model = make_model(case["tied"])
+    episodes = make_episodes(model, case["episodes"])
+    model = model.double()
+    tokens = sum(sum(e["mask"]) for e in episodes)
+    loss, entropy, gap, worst = 0.0, 0.0, 0.0, 0.0
+    for e in episodes:
+        law = logprobs_of(model, e["ids"])
+        for t in range(1, len(e["ids"])):
+            if e["mask"][t]:
+                a, logp = e["advantage"], law[t - 1, e["ids"][t]]
+                ratio = torch.exp(logp - e["logprobs"][t])
+                loss = loss + torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28)) / tokens
+                entropy -= (law[t - 1].exp() * law[t - 1]).sum().item() / tokens
+                gap += abs(logp.item() - e["logprobs"][t]) / tokens
+                worst = max(worst, abs(logp.item() - e["logprobs"][t]))
+    loss.backward()
+    norm = sum(w.grad.square().sum() for w in model.parameters()) ** 0.5
+    scale = min(1.0, 5.0 / norm.item())
+    weights = {n: (w - LEARNING_RATE * scale * w.grad).detach().float() for n, w in model.named_parameters()}
+    metrics = {"policy/entropy": entropy, "sampler/gap_mean": gap, "sampler/gap_max": worst}
+    return {**metrics, "policy/grad_norm": norm.item()}, weights
+
+
+# ---- the update -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, case in UPDATES.items() if case["mini_batches"] == 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_update_on_any_number_of_ranks_is_the_formula_for_the_whole_batch(jobs, name, ranks):
+    """A loss divided by a rank's own token count weighs tokens by where they lie (huggingface/trl#3231); a mean of
+    rank means is no mean over tokens (huggingface/trl#6380)."""
+    metrics, weights = naive_update(UPDATES[name])
+    for found in jobs[ranks]:
+        assert {k: found[name]["metrics"][k] for k in metrics} == pytest.approx(metrics, rel=2e-5)
+        same_weights(found[name]["weights"], weights, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(jobs, name):
+    """Also where a rank has no row at all: it must still run forward and backward, or the others wait for ever
+    (huggingface/trl#4041, PrimeIntellect-ai/prime-rl#2636, verl-project/verl#5591)."""
+    one = jobs[1][0][name]
+    start = dict(make_model(UPDATES[name]["tied"]).named_parameters())
+    assert all((one["weights"][n] - start[n]).abs().max() > 1e-4 for n in start if "proj" in n)  # it did learn
+    for found in [*jobs[2], *jobs[3]]:
+        assert found[name]["metrics"] == pytest.approx(one["metrics"], abs=1e-6, rel=1e-6)
+        same_weights(found[name]["weights"], one["weights"], atol=1e-6)
+
+
+def test_every_rank_logs_the_same_metrics(jobs):
+    """A metric that only rank 0 knows decides differently on the others, for example when to stop."""
+    for ranks in (2, 3):
+        for name in UPDATES:
+            assert all(found[name]["metrics"] == jobs[ranks][0][name]["metrics"] for found in jobs[ranks])
+
+
+def test_the_rows_of_a_batch_are_fewer_than_the_ranks_in_the_cases_above():
+    """The case of a rank without rows is really met (verl-project/verl#5591)."""
+    case = UPDATES["one row"]
+    lengths = [len(e["ids"]) for e in make_episodes(make_model(True), case["episodes"])]
+    assert [len(net.micro_batches(lengths, case["tokens_per_row"], r, 3)[0]) for r in range(3)] == [3, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["cold start", "cold start, one row"])
+def test_the_cold_start_does_not_depend_on_the_number_of_ranks(jobs, name):
+    """The supervised loss too is normalised once (verl-project/verl#3994), and a rank without a row takes part."""
+    one = jobs[1][0][name]
+    assert len(one["losses"]) == (2 if name == "cold start" else 5)
+    for found in [*jobs[2], *jobs[3]]:
+        assert found[name]["losses"] == pytest.approx(one["losses"], abs=1e-6, rel=1e-6)
+        same_weights(found[name]["weights"], one["weights"], atol=5e-5)  # Adam divides by small gradients
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_samplers_copy_has_the_whole_weights_on_every_rank(jobs, tied):
+    """A copy taken from a shard, or only on rank 0, samples from another policy (huggingface/trl#3029 is what that
+    looks like: ratios far from 1 at the first step)."""
+    right = dict(make_model(tied, seed=1).named_parameters())
+    for found in jobs[1] + jobs[2] + jobs[3]:
+        exact, rounded = found[f"copies, tied {tied}"]
+        same_weights(exact, right, atol=0)
+        same_weights(rounded, {name: weight.bfloat16() for name, weight in right.items()}, atol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sharded_policy_is_saved_whole(jobs, folder, tied, ranks):
+    """A folder with one shard's half of each weight loads with random numbers in the rest, or not at all."""
+    saved = AutoModelForCausalLM.from_pretrained(folder / f"saved-{tied}-{ranks}")
+    same_weights(dict(saved.named_parameters()), dict(make_model(tied, seed=1).named_parameters()), atol=0)
+    assert sorted(p.name for p in folder.glob("*.part")) == []
+
+
+def test_a_policy_saved_by_three_ranks_loads_audited_with_its_tokenizer(jobs, folder):
+    """What training writes must be what policy.load accepts, the tokenizer's chat template included."""
+    model, tokenizer = net.load(str(folder / "saved-True-3"))
+    same_weights(dict(model.named_parameters()), dict(make_model(True, seed=1).named_parameters()), atol=0)
+    message = [{"role": "user", "content": "How many?"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_checkpoint_of_many_ranks_continues_in_one_process(jobs, folder, ranks):
+    """Optimizer state that is lost or sharded wrongly makes another second step (huggingface/trl#3148,
+    PrimeIntellect-ai/prime-rl#3004)."""
+    policy = net.Policy(make_model(tied=True, seed=7))
+    optimizer = torch.optim.AdamW(policy.parameters(), 1e-3)
+    step, place = run.latest(folder / f"run-{ranks}")
+    run.restore(place, policy, optimizer)
+    assert step == 1
+    episodes = make_episodes(make_model(tied=True), 6)
+    grpo.update(policy, optimizer, episodes, grpo.Config(mini_batches=2, tokens_per_row=64), seed=1)
+    same_weights(whole(policy), jobs[ranks][0]["second step"], atol=0 if ranks == 1 else 5e-5)
+
+
+# ---- episodes -------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_gets_all_episodes_in_one_order(jobs):
+    """Who sampled what must not matter for the update (huggingface/trl#3231); ids, masks and log-probs arrive
+    whole."""
+    right = make_episodes(make_model(tied=True), 11)
+    for e in right:  # log-probs are float32 in the sampler as well
+        e["logprobs"] = torch.tensor(e["logprobs"]).tolist()
+    for found in jobs[1] + jobs[2] + jobs[3]:
+        assert found["gathered"] == right
+
+
+def test_a_rank_without_episodes_receives_those_of_the_others(jobs):
+    """All of a rank's groups may be gone (volcengine/verl#3891): it waits for nobody and nobody for it."""
+    right = make_episodes(make_model(tied=True), 11)
+    for ranks in (2, 3):
+        for found in jobs[ranks]:
+            assert [e["ids"] for e in found["gathered from the first rank"]] == [e["ids"] for e in right[::ranks]]
+
+
+@pytest.mark.parametrize("name", ["sampled", "sampled, two problems"])
+def test_trajectories_do_not_depend_on_the_number_of_ranks(jobs, name):
+    """The same seed on every rank would sample the same group twice (pixeli99/SVD_Xtend#75); fewer problems than
+    ranks leave one without any."""
+    one = jobs[1][0][name]
+    assert len(one) == (10 if name == "sampled" else 4)
+    assert len({tuple(ids) for _, _, ids, _, _ in one}) == len(one)
+    for found in [*jobs[2], *jobs[3]]:
+        for (p, s, ids, logp, reward), right in zip(found[name], one, strict=True):
+            assert (p, s, ids, reward) == (right[0], right[1], right[2], right[4])
+            assert logp == pytest.approx(right[3], abs=1e-5)
+
+
+# ---- failure --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_exception_on_one_rank_ends_the_job_within_a_minute(jobs, folder, ranks):
+    """The others wait for that rank in a collective; without an end they do so until a time-out of hours
+    (huggingface/trl#3964, volcengine/verl#3891)."""
+    code, ended = (folder / f"ended-{ranks}").read_text().split()
+    assert int(code) != 0
+    assert float(ended) - float((folder / f"failed-{ranks}").read_text()) < 60
+    assert "ArithmeticError: the reward of this rank fails" in (folder / f"log-{ranks}").read_text()
+
+
+def test_no_tool_process_and_no_file_of_the_tool_outlives_a_failed_job(jobs, folder):
+    """Programs that the model started would go on eating the machine (rllm-org/rllm#915, volcengine/verl#1466)."""
+
+    def left() -> list[str]:
+        found = [str(path) for path in folder.glob("python-tool-*")]
+        for process in Path("/proc").glob("[0-9]*"):
+            try:  # server, workers and programs of the tool show the tool's folder in their command line
+                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line:
+                found.append(f"{process.name}: {line}")
+        return found
+
+    until = time.monotonic() + 30
+    while left() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert left() == []
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
