@@ -1,6 +1,6 @@
 """GRPO-TCR: reinforcement learning of a policy that calls Python while it reasons (arXiv 2510.11701).
 
-    python grpo.py                                  # a laptop: cold start, then 25 steps, under 5 minutes
+    python grpo.py                                  # a laptop: cold start, then 32 steps, under 5 minutes
     torchrun --nproc_per_node 8 grpo.py --preset qwen3-4b --model M --data D --out runs/NAME
     the same command again continues a run that was stopped
 
@@ -20,7 +20,6 @@ Left out: asynchronous rollouts, and any launcher beyond torchrun.
 
 import copy
 import json
-import math
 import os
 import subprocess
 import sys
@@ -37,10 +36,9 @@ from torch import Tensor
 import policy as net
 import sft
 import tiny
-from chat import encode_prompt
 from data import fail, load_problems, parse_args
-from reward import outcome, overlong_penalty, tool_shaping
-from rollout import Sampler, Trajectory, random_key, run_agent
+from episodes import Agents, evaluate, measure
+from rollout import random_key
 from run import Log, checkpoint, clock, latest, open_run, restore, show
 from tools import PythonTool
 
@@ -93,7 +91,7 @@ class Config:
 RL_DATA = "Gen-Verse/Open-AgentRL-30K"
 PRESETS = {
     "tiny": dict(
-        steps=25, batch=256, group=8, mini_batches=2, lr=4e-4, beta2=0.95, weight_decay=0.0,
+        steps=32, batch=256, group=8, mini_batches=2, lr=4e-4, beta2=0.95, weight_decay=0.0,
         old_logp="sampler", tool_reward=False, max_prompt=64, max_new_tokens=150, overlong_buffer=30,
         max_turns=4, describe_tool=False,
         tool_seconds=2.0, tool_memory=1024, tool_chars=tiny.MAX_CHARS, max_rows=256, tokens_per_row=16384,
@@ -206,97 +204,6 @@ def policy_loss(
     return torch.where(mask, loss, 0.0), stats
 
 
-# ---- rollout and reward ------------------------------------------------------------------------------------
-
-
-class Agents:
-    """What samples and rewards episodes on this rank: the sampler and the tool, with the settings of the
-    run."""
-
-    def __init__(self, model, tokenizer, tool: PythonTool, config: Config):
-        self.tokenizer, self.tool, self.config = tokenizer, tool, config
-        longest = min(config.max_prompt + config.max_new_tokens, model.config.max_position_embeddings)
-        self.sampler = Sampler(model, tokenizer, config.max_rows, longest, config.cache_tokens)
-
-    def prompt(self, problem) -> list[int]:
-        schema = [self.tool.schema] if self.config.describe_tool else None
-        ids = encode_prompt(self.tokenizer, problem.messages, schema)
-        if len(ids) > self.config.max_prompt:
-            fail(
-                f"problem {problem.id} has a prompt of {len(ids)} tokens, more than --max_prompt "
-                f"{self.config.max_prompt}; raise it, or take the problem out of the data"
-            )
-        return ids
-
-    def sample(self, problems, n: int, seed: int) -> list[dict]:
-        """n episodes of each problem, in order, on every rank; each rank samples every ranks-th problem."""
-        c = self.config
-        mine = range(dist.get_rank(), len(problems), dist.get_world_size())
-        prompts = [self.prompt(problems[i]) for i in mine]
-        start = time.perf_counter()
-        tools = {"python": self.tool}
-        trajectories = run_agent(
-            self.sampler,
-            prompts,
-            tools,
-            n,
-            c.max_turns,
-            c.max_new_tokens,
-            c.temperature,
-            seed=seed,
-            indices=mine,
-        )
-        sampled = time.perf_counter()
-        episodes = [self.reward(t, problems[t.prompt_index]) for t in trajectories]
-        self.seconds = {
-            "time/rollout": sampled - start,
-            "time/tool_wait": self.sampler.stats["tool_wait"],
-            "time/reward": time.perf_counter() - sampled,
-        }
-        return gather(episodes)
-
-    def reward(self, t: Trajectory, problem) -> dict:
-        """The episode as it is stored: the trajectory, whether its answer is right, its reward and the parts
-        of it."""
-        c = self.config
-        turns = np.flatnonzero(
-            np.diff([0, *t.mask]) > 0
-        )  # where the policy's turns begin; the last has the answer
-        said = self.tokenizer.decode(t.ids[turns[-1] :], skip_special_tokens=True) if len(turns) else ""
-        right = outcome(problem.kind, said, problem.answer, self.tool) == 1.0
-        base, rounds = (1.0 if right else -1.0), max(0, len(turns) - 1)
-        length = len(t.ids) - t.prompt_len  # the tool's tokens count
-        parts = {
-            "correct": base,
-            "tool": tool_shaping(right, rounds) - base if c.tool_reward else 0.0,
-            "overlong": overlong_penalty(length, c.max_new_tokens, c.overlong_buffer),
-        }
-        return {
-            **vars(t),
-            "tool_results": [vars(r) for r in t.tool_results],
-            "family": problem.family,
-            "answer": problem.answer if isinstance(problem.answer, str) else None,
-            "correct": right,
-            "reward": sum(parts.values()),
-            "reward_parts": parts,
-        }
-
-
-ARRAYS = {"ids": np.int32, "mask": np.int8, "logprobs": np.float32}  # travel as arrays: lists take far longer
-
-
-def gather(episodes: list[dict]) -> list[dict]:
-    """The episodes of all ranks, sorted, on every rank, so that nothing later depends on who sampled what.
-
-    Over gloo: a rank may wait here for hours, and NCCL would give up after ten minutes.
-    """
-    everyone: list = [None] * dist.get_world_size()
-    packed = [{**e, **{k: np.array(e[k], kind) for k, kind in ARRAYS.items()}} for e in episodes]
-    dist.all_gather_object(everyone, packed, group=net.gloo())
-    found = [{**e, **{k: e[k].tolist() for k in ARRAYS}} for part in everyone for e in part]
-    return sorted(found, key=lambda e: (e["prompt_index"], e["sample_index"]))
-
-
 # ---- one update --------------------------------------------------------------------------------------------
 
 
@@ -329,6 +236,8 @@ def update(
         sums["policy/entropy"] += entropy.sum()
         sums["sampler/gap_mean"] += gap.sum()
         sums["max"] = torch.maximum(sums["max"], gap.max().double())
+        note(row, "old_logprobs", logp)
+        note(row, "entropy", entropy)
 
     if config.old_logp == "trainer" and config.mini_batches > 1:
         with torch.no_grad():
@@ -355,6 +264,7 @@ def update(
             ).backward()  # FSDP averages over ranks; times ranks it is the sum
             for key, value in stats.items():
                 sums[f"policy/{key}"] += value * row["mask"].sum()
+            note(row, "ratio", (logp.detach() - old).exp())
         norm = net.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
         if not torch.isfinite(norm):
             raise FloatingPointError(
@@ -377,6 +287,14 @@ def update(
     return {**metrics, "sampler/gap_max": largest.item(), "policy/grad_norm": sum(norms) / len(norms)}
 
 
+def note(row: dict, key: str, values: Tensor) -> None:
+    """Store a value of each token in its episode, for the page of the run (place t of the row holds token
+    t+1's)."""
+    values = values.tolist()
+    for episode, (start, end, _) in zip(row["episodes"], row["seg"].spans):
+        episode[key] = [float(key == "ratio"), *(round(v, 5) for v in values[start : end - 1])]
+
+
 def training_row(episodes: list[dict], device) -> dict:
     """A packed row and, at each place t, what the loss of token t+1 needs. No episodes: one token of weight
     0."""
@@ -385,6 +303,7 @@ def training_row(episodes: list[dict], device) -> dict:
     sampled = [lp for e in episodes for lp in [*e["logprobs"][1:], 0.0]]
     advantage = [e["advantage"] for e in episodes for _ in e["ids"]]
     return {
+        "episodes": episodes,
         "ids": ids,
         "seg": seg,
         "targets": targets,
@@ -392,51 +311,6 @@ def training_row(episodes: list[dict], device) -> dict:
         "sampled": torch.tensor(sampled, device=device),
         "advantage": torch.tensor(advantage, device=device),
     }
-
-
-# ---- what a step looked like -------------------------------------------------------------------------------
-
-
-def measure(episodes: list[dict]) -> dict[str, float]:
-    """Metrics of a batch of episodes; the README has a table with the meaning of each."""
-
-    def mean(values) -> float:
-        values = list(values)
-        return sum(values) / len(values) if values else 0.0
-
-    groups, families = defaultdict(list), defaultdict(list)
-    for e in episodes:
-        groups[e["prompt_index"]].append(e["reward"])
-        families[e["family"]].append(e["correct"])
-    calls = [r for e in episodes for r in e["tool_results"]]
-    ran = [[r["status"] == "ok" for r in e["tool_results"]] for e in episodes]
-    return {
-        "reward/mean": mean(e["reward"] for e in episodes),
-        "reward/correct": mean(e["correct"] for e in episodes),
-        "reward/tool": mean(e["reward_parts"]["tool"] for e in episodes),
-        "reward/overlong": mean(e["reward_parts"]["overlong"] for e in episodes),
-        **{f"correct/{family}": mean(right) for family, right in sorted(families.items())},
-        "length/policy_tokens": mean(sum(e["mask"]) for e in episodes),
-        "length/tool_tokens": mean(len(e["ids"]) - e["prompt_len"] - sum(e["mask"]) for e in episodes),
-        "length/truncated": mean(e["finish"] != "stop" for e in episodes),
-        "tool/calls": len(calls) / len(episodes),
-        "tool/used": mean(bool(r) for r in ran),
-        "tool/success": mean(r["status"] == "ok" for r in calls),
-        "tool/repaired": mean(any(not a and b for a, b in zip(r, r[1:])) for r in ran),
-        "tool/seconds": mean(r["seconds"] for r in calls),
-        "group/zero_variance": mean(min(r) == max(r) for r in groups.values()),
-    }
-
-
-def evaluate(agents: Agents, problems, seed: int) -> dict[str, float]:
-    """Share of right answers on unseen problems, one episode each, with its 95 % interval (Wilson)."""
-    found, n = measure(agents.sample(problems, 1, seed)), len(problems)
-    p, z2 = found["reward/correct"], 1.96**2
-    middle, half = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n)))
-    low, high = (middle - half) / (1 + z2 / n), (middle + half) / (1 + z2 / n)
-    families = {f"eval/{k}": v for k, v in found.items() if k.startswith("correct/")}
-    tool = {f"eval/tool_{k}": found[f"tool/{k}"] for k in ("used", "success", "repaired")}
-    return {"eval/correct": p, "eval/low": low, "eval/high": high, **families, **tool}
 
 
 # ---- the run -----------------------------------------------------------------------------------------------

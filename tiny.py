@@ -24,7 +24,10 @@ from data import Problem
 
 FAMILIES = {  # question, the program's expression, the numbers in it
     "mod": ("What is the remainder when {a} to the power {s} is divided by {b}?", "{a} ** {s} % {b}"),
-    "digits": ("What is the sum of the digits of {a} to the power {s}?", "sum(map(int, str({a} ** {s})))"),
+    "digits": (
+        "What is the sum of the digits of {a} times {b} times {c}?",
+        "sum(map(int, str({a} * {b} * {c})))",
+    ),
     "primes": (
         "How many primes are there between {c} and {d}?",
         "sum(all(n % i for i in range(2, n)) for n in range({c}, {d}))",
@@ -59,15 +62,10 @@ def draw(rng: random.Random, test: bool) -> tuple[str, str, str, str]:
     question, expression = FAMILIES[family]
     while True:
         numbers = {k: rng.randint(*r) for k, r in RANGES.items() if "{" + k + "}" in question}
-        if (sum(7**i * n for i, n in enumerate(numbers.values())) % 5 == 0) == test:
-            break
-    expression = expression.format(**numbers)
-    return (
-        family,
-        question.format(**numbers),
-        expression,
-        str(eval(expression)),
-    )  # our own text, not a model's
+        program = expression.format(**numbers)
+        answer = str(eval(program))  # our own text, not a model's
+        if (sum(7**i * n for i, n in enumerate(numbers.values())) % 5 == 0) == test and len(answer) < 3:
+            return family, question.format(**numbers), program, answer
 
 
 def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:

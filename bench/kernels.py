@@ -164,7 +164,7 @@ def measure(n, h, v, rounds, only) -> dict:
     device = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"torch {torch.__version__}, {device}; N {n}, H {h}, V {v}, {'bfloat16' if gpu else 'float32'}")
     runs = {}
-    for name in [name for name in variants(gpu) if only in name]:
+    for name in [name for name in variants(gpu) if re.search(only, name)]:
         command = [sys.executable, os.path.abspath(__file__), "--worker", name]
         command += ["--rows", str(n), "--hidden", str(h), "--vocab", str(v)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=576, help="width H of the hidden states")
     parser.add_argument("--vocab", type=int, default=49152, help="vocabulary V")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each variant")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--only", default="", help="variants whose name matches this pattern")
     parser.add_argument("--compile", action="store_true", help="compile check instead of timing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

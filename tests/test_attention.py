@@ -1,4 +1,4 @@
-"""Attention in one packed row: exact for every family that is served, refused for the others, blocks that come back."""
+"""Attention in one packed row: exact for every family that is served, refused for the others; blocks."""
 
 import os
 import subprocess
@@ -25,7 +25,8 @@ def some_ids(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def own_logits(model, sequences) -> list[torch.Tensor]:
-    """The model's own forward, each sequence alone, without a cache: what everything here is compared with."""
+    """The model's own forward, each sequence alone, without a cache: what everything here is compared
+    with."""
     return [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
 
 
@@ -37,7 +38,8 @@ def our_logits(model, ids, seg) -> torch.Tensor:
 def fed_through_cache(model, sequences, blocks: Blocks, prompt: int, plan) -> list[torch.Tensor]:
     """Logits after the shared first `prompt` tokens, which are fed once and forked.
 
-    plan: for each forward, how many more tokens of each sequence are in its packed row (0: it is left out)."""
+    plan: for each forward, how many more tokens of each sequence are in its packed row (0: it is left
+    out)."""
     root: list[int] = []
     assert blocks.grow(root, prompt)
     seg = Segments([prompt], [0], torch.tensor([root]), blocks)
@@ -62,13 +64,13 @@ def fed_through_cache(model, sequences, blocks: Blocks, prompt: int, plan) -> li
     return [torch.cat(pieces) for pieces in got]
 
 
-# ------------------------------------------------------------------------------------------------ exact, or refused
+# ------------------------------------------------------------------------------------------ exact, or refused
 
 
 @every_family
 def test_every_promised_family_passes_the_audit(family):
-    """A family that a new version of transformers computes differently would be refused, or worse, trained wrongly. The
-    audit must leave the model and the random numbers as they were."""
+    """A family that a new version of transformers computes differently would be refused, or worse, trained
+    wrongly. The audit must leave the model and the random numbers as they were."""
     model = small_model(family)
     state, before = torch.get_rng_state(), [w.clone() for w in model.parameters()]
     audit(model)
@@ -78,8 +80,9 @@ def test_every_promised_family_passes_the_audit(family):
 
 @every_family
 def test_a_packed_row_equals_its_sequences_apart(family):
-    """Sequences that see each other, or positions that run on through the row: the loss is then of another text
-    (MeetKai/functionary#265, huggingface/trl#1230). Lengths below, at and far beyond the window of 8, and of one token."""
+    """Sequences that see each other, or positions that run on through the row: the loss is then of another
+    text (MeetKai/functionary#265, huggingface/trl#1230). Lengths below, at and far beyond the window of 8,
+    and of one token."""
     model, sequences = small_model(family), some_ids(5, 1, 23, 8, 9)
     right = torch.cat(own_logits(model, sequences))
     with torch.no_grad():
@@ -89,9 +92,10 @@ def test_a_packed_row_equals_its_sequences_apart(family):
 
 @every_family
 def test_a_prompt_fed_once_and_forked_then_continued_in_mixed_rows_equals_the_full_forward(family):
-    """A cache or a window that is one position off in decode (huggingface/transformers#26344, karpathy/nanochat#456), a
-    tool's text prefilled at the wrong place (GeeeekExplorer/nano-vllm#67). 13 shared tokens leave the fourth block of 4
-    partly filled; every forward mixes rows of several tokens with rows of one, and two forwards are pure decode."""
+    """A cache or a window that is one position off in decode (huggingface/transformers#26344,
+    karpathy/nanochat#456), a tool's text prefilled at the wrong place (GeeeekExplorer/nano-vllm#67). 13
+    shared tokens leave the fourth block of 4 partly filled; every forward mixes rows of several tokens with
+    rows of one, and two forwards are pure decode."""
     prompt, *tails = some_ids(13, 10, 5, 4, 22)
     model, sequences = small_model(family), [torch.cat([prompt, tail]) for tail in tails]
     right = own_logits(model, sequences)
@@ -108,7 +112,8 @@ REFUSED = {  # (family, what its configuration adds): words of the reason
     "gpt_oss": (dict(sliding_window=8, num_local_experts=4, num_experts_per_tok=2), "sinks"),
     "stablelm": ({}, "packed into one row differ"),
     "qwen3_5_text": (  # layers of linear attention carry a state from one sequence of the row to the next
-        dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16),
+        dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+             linear_value_head_dim=16),
         "packed into one row differ|layers",
     ),
     "granite": (dict(logits_scaling=8.0), "logits are not hidden"),
@@ -119,8 +124,8 @@ REFUSED = {  # (family, what its configuration adds): words of the reason
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_would_be_computed_wrongly_is_refused_by_name_and_reason(family):
-    """Nothing crashes in these families: a keyword is dropped, a state runs over the border of two sequences, the logits
-    are scaled after the head, and the numbers are just wrong."""
+    """Nothing crashes in these families: a keyword is dropped, a state runs over the border of two sequences,
+    the logits are scaled after the head, and the numbers are just wrong."""
     more, reason = REFUSED[family]
     with pytest.raises(ValueError, match=f"'{family}'.*({reason})"):
         audit(small_model(family, **more))
@@ -130,21 +135,22 @@ MORE = {  # families that nobody promised: each is either exact or refused
     "qwen2_moe": dict(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32),
     "qwen3_moe": dict(num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
     "mixtral": dict(num_local_experts=4),
-    "gemma": {}, "phi": {}, "phi3": dict(sliding_window=12), "glm4": {}, "ernie4_5": {}, "seed_oss": {}, "nemotron": {},
+    "gemma": {}, "phi": {}, "glm4": {}, "ernie4_5": {}, "seed_oss": {}, "nemotron": {}, "lfm2": {},
     "granite": dict(attention_multiplier=0.2, embedding_multiplier=2.0, residual_multiplier=0.5),
-    "starcoder2": dict(sliding_window=12), "cohere2": dict(sliding_window=12), "exaone4": dict(sliding_window=12),
+    "starcoder2": dict(sliding_window=12), "cohere2": dict(sliding_window=12),
+    "exaone4": dict(sliding_window=12), "phi3": dict(sliding_window=12),
     "hunyuan_v1_dense": {}, "gpt_neox": {}, "opt": dict(ffn_dim=96, word_embed_proj_dim=64),
     "gemma4_text": dict(sliding_window=12, global_head_dim=16, hidden_size_per_layer_input=8,
                         vocab_size_per_layer_input=128, num_kv_shared_layers=0),
     "bloom": dict(n_head=4, n_layer=4), "mpt": dict(d_model=64, n_heads=4, n_layers=4),
-    "lfm2": {}, "minimax": dict(num_local_experts=4),
+    "minimax": dict(num_local_experts=4),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", MORE)
 def test_no_other_family_passes_the_audit_and_is_computed_wrongly(family):
-    """The audit looks at a small copy of the configuration. What it lets through must be exact on the model itself, with
-    another window, more layers and longer rows than the audit tries."""
+    """The audit looks at a small copy of the configuration. What it lets through must be exact on the model
+    itself, with another window, more layers and longer rows than the audit tries."""
     prompt, *tails = some_ids(13, 30, 4)
     model, sequences = small_model(family, **MORE[family]), [torch.cat([prompt, tail]) for tail in tails]
     right = own_logits(model, sequences)
@@ -169,8 +175,8 @@ def test_no_other_family_passes_the_audit_and_is_computed_wrongly(family):
     ],
 )
 def test_the_audit_sees_an_attention_that_loses_what_it_is_told(fault):
-    """An audit that never fails is worth nothing: each of these faults leaves all shapes right (the window that is
-    forgotten in decode: karpathy/nanochat#456)."""
+    """An audit that never fails is worth nothing: each of these faults leaves all shapes right (the window
+    that is forgotten in decode: karpathy/nanochat#456)."""
     model = small_model("mistral")
 
     def faulty(module, q, k, v, mask, **kw):
@@ -185,13 +191,14 @@ def test_the_audit_sees_an_attention_that_loses_what_it_is_told(fault):
     audit(model)
 
 
-# ------------------------------------------------------------------------------------------- the model stays usable
+# ------------------------------------------------------------------------------------- the model stays usable
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
 def test_an_ordinary_forward_and_generate_give_the_same_after_ours(family):
-    """Setting a model's attention for one purpose must not spoil the others: padding masks are what a second attention
-    implementation loses first (huggingface/transformers#26344, left padding unslothai/unsloth#3795)."""
+    """Setting a model's attention for one purpose must not spoil the others: padding masks are what a second
+    attention implementation loses first (huggingface/transformers#26344, left padding
+    unslothai/unsloth#3795)."""
     model = small_model(family, eos_token_id=None)
     short, long = some_ids(7, 15)
     ids = torch.stack([torch.cat([torch.zeros(8, dtype=torch.long), short]), long])  # padded on the left
@@ -223,8 +230,8 @@ def gradients(model, sequences) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo3"])
 def test_gradient_checkpointing_keeps_who_belongs_together(family):
-    """Checkpointing calls a layer a second time in the backward pass; a keyword that is lost there gives gradients of
-    one long sequence, without an error. The gradients are also those of the sequences apart."""
+    """Checkpointing calls a layer a second time in the backward pass; a keyword that is lost there gives
+    gradients of one long sequence, without an error. The gradients are also those of the sequences apart."""
     model, sequences = small_model(family).train(), some_ids(11, 3, 14)
     plain = gradients(model, sequences)
     calls = []
@@ -250,11 +257,12 @@ def test_attention_dropout_is_not_applied_even_in_training():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# ------------------------------------------------------------------------------------------------- blocks and places
+# ------------------------------------------------------------------------------------------ blocks and places
 
 
 def test_positions_and_last_places_of_a_packed_row():
-    """Positions that are shared by the row, or that start at 0 behind a cached past (unslothai/unsloth#3795)."""
+    """Positions that are shared by the row, or that start at 0 behind a cached past
+    (unslothai/unsloth#3795)."""
     seg = Segments([3, 5])
     assert seg.position.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] and seg.last.tolist() == [2, 7]
     blocks = Blocks(small_model("qwen3").config, 8, 4)
@@ -276,7 +284,8 @@ def read(cache: Blocks, table: list[int], tokens: int) -> list[float]:
 
 
 def test_a_fork_shares_the_full_blocks_and_copies_the_partly_filled_one():
-    """The samples of a group hold the prompt's keys once; only the block they go on writing into is their own."""
+    """The samples of a group hold the prompt's keys once; only the block they go on writing into is their
+    own."""
     cache, table = filled_blocks(10, 4, 10)  # 2 full blocks, 2 tokens in the third
     a, b = cache.fork(table, 10), cache.fork(table, 10)
     assert a[:2] == b[:2] == table[:2] and len({table[2], a[2], b[2]}) == 3
@@ -300,7 +309,8 @@ def test_forks_diverge_without_touching_each_other():
 
 
 def test_a_block_is_free_again_only_when_its_last_owner_lets_go_and_all_come_back():
-    """A block freed too early is overwritten by another row, one that is never freed fills the cache after hours."""
+    """A block freed too early is overwritten by another row, one that is never freed fills the cache after
+    hours."""
     cache, table = filled_blocks(10, 4, 10)
     forks = [cache.fork(table, 10) for _ in range(3)]
     shared, own = table[:2], table[2]
@@ -310,7 +320,9 @@ def test_a_block_is_free_again_only_when_its_last_owner_lets_go_and_all_come_bac
         cache.release(fork)
     assert not set(shared) & set(cache.free) and read(cache, forks[2], 10) == list(range(10))
     cache.release(forks[2])
-    assert sorted(cache.free) == list(range(1, 10)) and not any(cache.count)  # each once, and block 0 is nobody's
+    assert sorted(cache.free) == list(range(1, 10)) and not any(
+        cache.count
+    )  # each once, and block 0 is nobody's
 
 
 def test_without_enough_free_blocks_nothing_is_taken():
@@ -328,19 +340,22 @@ def test_without_enough_free_blocks_nothing_is_taken():
     assert cache.fork(table, 8) == table[:2]  # full blocks need no free one
 
 
-# -------------------------------------------------------------------------------- a package of the same name as ours
+# ------------------------------------------------------------------------- a package of the same name as ours
 
 
 @pytest.mark.parametrize("place", ["early", "late"])
 def test_the_program_starts_where_a_package_named_kernels_is_installed(tmp_path, place):
-    """Hugging Face's `kernels`, which transformers uses, has the name of our folder: a regular package hides a plain
-    folder wherever it stands on the path, and the import then fails only on the machines that have it."""
+    """Hugging Face's `kernels`, which transformers uses, has the name of our folder: a regular package hides
+    a plain folder wherever it stands on the path, and the import then fails only on the machines that have
+    it."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '0.0.0'\n")
     if place == "late":  # behind our own folder, as an installed package stands
         command, path = [sys.executable, "grpo.py", "--help"], [str(tmp_path)]
     else:
-        start = "import sys, policy; print(sys.modules['kernels'].__file__, sys.modules['kernels.linear_logprob'].__file__)"
+        start = (
+            "import policy, kernels, kernels.linear_logprob as ours; print(kernels.__file__, ours.__file__)"
+        )
         command, path = [sys.executable, "-c", start], [str(tmp_path), str(ROOT)]
         command[1:1] = ["-P"]  # without the working directory, which would come first
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}

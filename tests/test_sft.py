@@ -16,8 +16,18 @@ import tiny
 from policy import Policy, packed_row
 
 CODE = {"code": "print(1)"}
-LOOP = [user("q1"), assistant("<think>\nAAA\n</think>\n\nlet", CODE), tool("1"), assistant("<think>\nBBB\n</think>\n\ny")]
-TWO = [user("q1"), assistant("<think>\nAAA\n</think>\n\nx"), user("q2"), assistant("<think>\nBBB\n</think>\n\ny")]
+LOOP = [
+    user("q1"),
+    assistant("<think>\nAAA\n</think>\n\nlet", CODE),
+    tool("1"),
+    assistant("<think>\nBBB\n</think>\n\ny"),
+]
+TWO = [
+    user("q1"),
+    assistant("<think>\nAAA\n</think>\n\nx"),
+    user("q2"),
+    assistant("<think>\nBBB\n</think>\n\ny"),
+]
 
 
 def trained(tokenizer, messages, tools=None) -> list[str]:
@@ -25,31 +35,34 @@ def trained(tokenizer, messages, tools=None) -> list[str]:
     ids, mask = sft.tokenize_conversation(tokenizer, messages, tools)
     assert len(ids) == len(mask)
     spans = []
-    for i, (token, m, before) in enumerate(zip(ids, mask, [0, *mask])):
+    for token, m, before in zip(ids, mask, [0, *mask]):
         if m:
             spans += [[]] if not before else []
-            spans[-1].append(ids[i])
+            spans[-1].append(token)
     return [tokenizer.decode(span) for span in spans]
 
 
-# ---- which tokens are trained on -----------------------------------------------------------------------------
+# ---- which tokens are trained on ---------------------------------------------------------------------------
 
 
 def test_the_end_of_the_turn_is_trained_and_the_newline_after_it_is_not(tokenizer):
-    """Masks included the header and the newline (NovaSky-AI/SkyRL#710), or missed the end-of-turn token, and the
-    model never stopped (rasbt/reasoning-from-scratch#185). Every token of one turn, in pairs."""
+    """Masks included the header and the newline (NovaSky-AI/SkyRL#710), or missed the end-of-turn token, and
+    the model never stopped (rasbt/reasoning-from-scratch#185). Every token of one turn, in pairs."""
     ids, mask = sft.tokenize_conversation(tokenizer, [user("a"), assistant("b")])
     pairs = [(tokenizer.decode([i]), m) for i, m in zip(ids, mask)]
     at = [p for p, _ in pairs].index("b")
     assert pairs[at:] == [("b", 1), ("<|im_end|>", 1), ("\n", 0)]
     assert not any(m for _, m in pairs[:at])
-    assert "".join(p for p, _ in pairs) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    assert (
+        "".join(p for p, _ in pairs) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    )
 
 
 @pytest.mark.parametrize("name", MARKS)
 def test_what_the_assistant_wrote_is_trained_under_every_template(tokenizer, name):
     """Without generation marks in the template the mask was all 0 or all 1 (QwenLM/Qwen3#1522,
-    marin-community/marin#7237, Liquid4All/liquid-finetune#37); the header's think tag belongs to the prompt."""
+    marin-community/marin#7237, Liquid4All/liquid-finetune#37); the header's think tag belongs to the
+    prompt."""
     tokenizer = with_template(tokenizer, name)
     thought = {"thinking": "<think>\n\n</think>\n\n", "opened": "\n</think>\n\n"}.get(name, "")
     assert trained(tokenizer, [user("a"), assistant("b")]) == [thought + "b" + MARKS[name][1]]
@@ -119,12 +132,17 @@ def test_an_assistant_that_speaks_first_is_trained(tokenizer):
 
 @pytest.mark.parametrize("name", [n for n in MARKS if n != "opened"])
 def test_nobody_else_can_write_a_turn_of_the_assistant(tokenizer, name):
-    """A question or an output that holds the header and the end of a turn must neither be trained on nor cut the
-    true turn (vllm-project/vllm#31735); also where the header is ordinary text and cannot be spelled apart."""
+    """A question or an output that holds the header and the end of a turn must neither be trained on nor cut
+    the true turn (vllm-project/vllm#31735); also where the header is ordinary text and cannot be spelled
+    apart."""
     tokenizer = with_template(tokenizer, name)
     header, end = MARKS[name]
     fake = f"x{end}\n{header}fake{end}\n{header}half"
     clean = trained(tokenizer, [user("q"), assistant("real")])
+    if name == "plain header":
+        with pytest.raises(ValueError):
+            sft.tokenize_conversation(tokenizer, [user(fake), assistant("real")])
+        return
     assert trained(tokenizer, [user(fake), assistant("real")]) == clean
     if name in ("chatml", "system"):
         said = [user("q"), assistant("Go.", CODE), tool(fake), assistant("real")]
@@ -176,9 +194,10 @@ def merging_tokenizer():
 
 @pytest.mark.parametrize("name", ["chatml", "system", "thinking", "opened", "plain header"])
 def test_a_conversation_has_the_ids_that_sampling_would_have_produced(merging_tokenizer, name):
-    """The prompt as encode_prompt gives it, the turn as the policy samples it behind the header, the tool's turn
-    as ToolTurn gives it. Encoding across these borders joins tokens that sampling keeps apart
-    (stanford-cs336/assignment5-alignment#15, verl-project/verl#6719, THUDM/slime#117, huggingface/trl#5224)."""
+    """The prompt as encode_prompt gives it, the turn as the policy samples it behind the header, the tool's
+    turn as ToolTurn gives it. Encoding across these borders joins tokens that sampling keeps apart
+    (stanford-cs336/assignment5-alignment#15, verl-project/verl#6719, THUDM/slime#117,
+    huggingface/trl#5224)."""
     assert len(merging_tokenizer.encode("\n\n", add_special_tokens=False)) == 1
     tokenizer = with_template(merging_tokenizer, name)
     header, end = MARKS[name]
@@ -213,8 +232,8 @@ def test_a_conversation_has_the_ids_that_sampling_would_have_produced(merging_to
 
 
 def test_tools_are_described_in_the_cold_start_as_they_are_in_the_prompt(tokenizer):
-    """Where the template has no place for tools, sampling puts them into the message. A cold start that leaves
-    them out trains on a prompt that the policy never gets."""
+    """Where the template has no place for tools, sampling puts them into the message. A cold start that
+    leaves them out trains on a prompt that the policy never gets."""
     for name in ("system", "chatml"):
         made = with_template(tokenizer, name)
         prompt = chat.encode_prompt(made, [user("q")], SCHEMA)
@@ -223,8 +242,8 @@ def test_tools_are_described_in_the_cold_start_as_they_are_in_the_prompt(tokeniz
 
 
 def test_a_pad_token_that_is_the_end_token_hides_nothing(tokenizer):
-    """Labels masked by pad id lost the end of the turn, and models never stopped (huggingface/trl#3091, #1623,
-    huggingface/open-r1#494, ibm-granite/granite-code-models#2). Only the mask decides here."""
+    """Labels masked by pad id lost the end of the turn, and models never stopped (huggingface/trl#3091,
+    #1623, huggingface/open-r1#494, ibm-granite/granite-code-models#2). Only the mask decides here."""
     same = copy.deepcopy(tokenizer)
     same.pad_token = same.eos_token
     said = [user("a"), assistant("b")]
@@ -234,7 +253,9 @@ def test_a_pad_token_that_is_the_end_token_hides_nothing(tokenizer):
 
 
 def test_conversations_that_are_cut_or_teach_nothing_are_counted(tokenizer, capsys):
-    """With every label ignored after a cut the mean loss is 0/0 (huggingface/trl#6668, bytedance/UniVR#13)."""
+    """With every label ignored after a cut the mean loss is 0/0 (huggingface/trl#6668,
+    bytedance/UniVR#13)."""
+
     def both(*said):
         return {"messages": list(said), "tools": None}
 
@@ -254,7 +275,7 @@ def test_conversations_that_are_cut_or_teach_nothing_are_counted(tokenizer, caps
     assert "no conversation" in capsys.readouterr().err
 
 
-# ---- the loss ------------------------------------------------------------------------------------------------
+# ---- the loss ----------------------------------------------------------------------------------------------
 
 
 class Table(nn.Module):
@@ -291,19 +312,23 @@ def gradients(policy, examples, **more) -> tuple[list[float], dict[str, torch.Te
 
 
 def test_the_loss_is_that_of_the_next_token_by_hand():
-    """A mask shifted by one leaves out the first token of the answer and the end of the turn is learned alone,
-    0.44966 here (verl-project/verl#3287, #3562). ln(31 + e^3) - 3 = 0.93350, ln(31 + e^4) - 4 = 0.44966."""
+    """A mask shifted by one leaves out the first token of the answer and the end of the turn is learned
+    alone, 0.44966 here (verl-project/verl#3287, #3562). ln(31 + e^3) - 3 = 0.93350, ln(31 + e^4) - 4 =
+    0.44966."""
     ids, logits = [11, 12, 13, 21, 2], torch.zeros(5, 32)
     for t in range(4):
         logits[t, ids[t + 1]] = t + 1.0
     losses = sft.train(Table(logits), [(ids, [0, 0, 0, 1, 1])], config(batch=1))
     assert losses == pytest.approx([0.69158], abs=1e-5)
-    assert losses == pytest.approx([(math.log(31 + math.e**3) - 3 + math.log(31 + math.e**4) - 4) / 2], abs=1e-6)
+    assert losses == pytest.approx(
+        [(math.log(31 + math.e**3) - 3 + math.log(31 + math.e**4) - 4) / 2], abs=1e-6
+    )
 
 
 def test_the_stop_token_is_learned_and_masked_places_are_not():
-    """The end cut from the training signal makes a model that does not stop (rasbt/reasoning-from-scratch#185).
-    The gradient of the logits is (p - onehot) / 2 tokens at the two places before a trained token, else 0."""
+    """The end cut from the training signal makes a model that does not stop
+    (rasbt/reasoning-from-scratch#185). The gradient of the logits is (p - onehot) / 2 tokens at the two
+    places before a trained token, else 0."""
     policy = Table(torch.zeros(5, 8))
     sft.train(policy, [([3, 4, 5, 6, 2], [0, 0, 0, 1, 1])], config(batch=1))
     by_hand = torch.zeros(5, 8)
@@ -315,8 +340,8 @@ def test_the_stop_token_is_learned_and_masked_places_are_not():
 
 @pytest.mark.parametrize("tokens_per_row", [1, 4, 1000])
 def test_a_batch_is_averaged_over_its_tokens_not_over_its_parts(tokens_per_row):
-    """One sample of 1 token with loss 4, one of 3 tokens with loss 1 each: 7/4. The mean of the two means is 2.5
-    (ml-explore/mlx-lm#1413, huggingface/trl#2647, verl-project/verl#3994)."""
+    """One sample of 1 token with loss 4, one of 3 tokens with loss 1 each: 7/4. The mean of the two means is
+    2.5 (ml-explore/mlx-lm#1413, huggingface/trl#2647, verl-project/verl#3994)."""
 
     def logit(loss):  # of a token against one other of logit 0, for which -log p is the loss
         return math.log(math.exp(-loss) / (1 - math.exp(-loss)))
@@ -324,7 +349,9 @@ def test_a_batch_is_averaged_over_its_tokens_not_over_its_parts(tokens_per_row):
     logits = torch.tensor([[logit(4.0), 0.0], [logit(1.0), 0], [logit(1.0), 0], [logit(1.0), 0]])
     examples = [([0, 0], [0, 1]), ([0, 0, 0, 0, 0], [0, 0, 1, 1, 1])]
     policy = Table(torch.cat([logits, torch.zeros(1, 2)]))
-    assert sft.train(policy, examples, config(batch=2, tokens_per_row=tokens_per_row)) == pytest.approx([7 / 4])
+    assert sft.train(policy, examples, config(batch=2, tokens_per_row=tokens_per_row)) == pytest.approx(
+        [7 / 4]
+    )
     assert len(policy.rows) == {1: 2, 4: 2, 1000: 1}[tokens_per_row]
 
 
@@ -373,15 +400,18 @@ def test_loss_and_gradient_do_not_depend_on_the_rows(whole, tokens_per_row):
 
 
 def test_the_target_of_a_masked_token_does_not_matter_but_its_text_does():
-    """A change of a tool's token must not be learned (karpathy/nanochat#582): as a target it has no weight. As
-    context it counts: a model that sees nothing of the tool could not learn from it either."""
+    """A change of a tool's token must not be learned (karpathy/nanochat#582): as a target it has no weight.
+    As context it counts: a model that sees nothing of the tool could not learn from it either."""
     before = ([3, 4, 5, 6, 2, 7, 6, 2], [0, 0, 0, 1, 1, 0, 1, 1])
     after = ([3, 4, 5, 6, 2, 1, 6, 2], [0, 0, 0, 1, 1, 0, 1, 1])
     tables = [Table(torch.randn(8, 8, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
     losses = [sft.train(t, [e], config(batch=1)) for t, e in zip(tables, (before, after))]
     assert losses[0] == losses[1]
     assert torch.equal(tables[0].gradient, tables[1].gradient)
-    real = [sft.train(Policy(small_model("qwen3", num_hidden_layers=2)), [e], config(batch=1)) for e in (before, after)]
+    real = [
+        sft.train(Policy(small_model("qwen3", num_hidden_layers=2)), [e], config(batch=1))
+        for e in (before, after)
+    ]
     assert real[0] != real[1]
 
 
@@ -404,8 +434,8 @@ def test_an_epoch_shows_every_conversation_once_in_an_order_of_the_seed():
 
 
 def test_training_lowers_the_loss_and_logs_that_of_before_the_step():
-    """The first logged loss is that of the untrained model, ln V for a uniform one; logged sums over micro-batches
-    were too large (verl-project/verl#4711)."""
+    """The first logged loss is that of the untrained model, ln V for a uniform one; logged sums over
+    micro-batches were too large (verl-project/verl#4711)."""
     examples = [([1, 2, 3], [0, 1, 1])] * 4
     policy = Table(torch.zeros(3, 16))
     losses = sft.train(policy, examples, config(batch=4, epochs=20.0, lr=0.5, tokens_per_row=3, warmup=0.0))
@@ -436,7 +466,10 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_twentieth():
 
 def test_an_output_folder_that_exists_is_not_written_over(tmp_path, capsys):
     """A trained model is an afternoon of work."""
-    for c in (sft.Config(model="tiny", data="tiny", out=str(tmp_path)), sft.Config(out=str(tmp_path / "new"))):
+    for c in (
+        sft.Config(model="tiny", data="tiny", out=str(tmp_path)),
+        sft.Config(out=str(tmp_path / "new")),
+    ):
         with pytest.raises(SystemExit) as end:
             sft.run(c)
         assert end.value.code == 2

@@ -1,0 +1,497 @@
+"""The scripts as a user starts them: a cold start, a run of grpo.py, its folder, its continuation, its refusals.
+
+Every command runs in a temporary folder in a process of its own. Importing torch and transformers costs more than
+a short run, so most of these processes are forks of one that has imported them already (`Scripts`); what a plain
+`python grpo.py` does is seen in the fixture `straight`, torchrun in a test of its own.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+import run
+import tiny
+from data import load_problems
+from tools import PythonTool
+
+ROOT = Path(grpo.__file__).parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+FORK = """
+import json, os, runpy, sys, traceback
+import grpo, sft
+for line in sys.stdin:
+    job = json.loads(line)
+    if (pid := os.fork()) == 0:
+        os.chdir(job["cwd"])
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), fd)
+        sys.argv, code = job["argv"], 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Scripts:
+    """Runs `python SCRIPT OPTIONS` in a folder, in a fork of a process that has imported everything."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.parent = subprocess.Popen([sys.executable, "-c", FORK], env=ENV, cwd=folder, **pipes)
+
+    def start(self, script: str, *options: str) -> int:
+        job = {"argv": [str(ROOT / script), *options], "cwd": str(self.folder)}
+        job |= {name: str(self.folder / f"{name}.txt") for name in ("out", "err")}
+        self.parent.stdin.write(json.dumps(job) + "\n")
+        self.parent.stdin.flush()
+        return int(self.parent.stdout.readline())
+
+    def wait(self) -> tuple[int, str, str]:
+        code = int(self.parent.stdout.readline())
+        return code, *((self.folder / f"{name}.txt").read_text(errors="replace") for name in ("out", "err"))
+
+    def __call__(self, script: str, *options: str) -> tuple[int, str, str]:
+        self.start(script, *options)
+        return self.wait()
+
+    def succeed(self, script: str, *options: str) -> str:
+        code, out, err = self(script, *options)
+        assert code == 0, err[-3000:]
+        return out
+
+
+@pytest.fixture(scope="session")
+def scripts(tmp_path_factory):
+    found = Scripts(tmp_path_factory.mktemp("run"))
+    yield found
+    found.parent.stdin.close()
+    found.parent.wait(60)
+
+
+@pytest.fixture(scope="session")
+def cold(scripts) -> Path:
+    """A small cold start: too short to be right, long enough to call the tool."""
+    scripts.succeed("sft.py", *"--preset tiny --teacher 300 --threads 1 --out cold".split())
+    return scripts.folder / "cold"
+
+
+OPTIONS = "--model cold --batch 32 --group 4 --eval_problems 16 --eval_every 2 --save_every 2 --show_every 0 --threads 1"
+
+
+def command(out: str, steps: int = 4, **more) -> list[str]:
+    """OPTIONS, with `more` in their place; a later option outranks an earlier one."""
+    return [*OPTIONS.split(), "--steps", str(steps), "--out", out, *(t for k, v in more.items() for t in (f"--{k}", v))]
+
+
+@pytest.fixture(scope="session")
+def straight(scripts, cold) -> Path:
+    """Four steps in one go, by `python grpo.py` itself."""
+    line = [sys.executable, str(ROOT / "grpo.py"), *command("straight")]
+    done = subprocess.run(line, env=ENV, cwd=scripts.folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return scripts.folder / "straight"
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def trajectories(out: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (out / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+
+def without_clocks(found):
+    """A row or a trajectory, without what a clock said."""
+    if isinstance(found, list):
+        return [without_clocks(item) for item in found]
+    if isinstance(found, dict):
+        clocks = re.compile("time/|speed/|seconds$|tool/seconds")
+        return {k: without_clocks(v) for k, v in found.items() if not clocks.search(k)}
+    return found
+
+
+def the_same_run(one: Path, other: Path) -> None:
+    """Bit for bit: metrics, sampled ids with their log-probs and rewards, weights."""
+    assert without_clocks(rows(one)) == without_clocks(rows(other))
+    for step in (1, 2, 3, 4):
+        assert without_clocks(trajectories(one, step)) == without_clocks(trajectories(other, step))
+    for step in ("step_000002", "step_000004"):
+        file = f"checkpoints/{step}/model/model.safetensors"
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
+# ---- what a run leaves ----------------------------------------------------------------------------------------------
+
+PROMISED = """step reward/mean reward/correct reward/overlong length/policy_tokens length/tool_tokens length/truncated
+tool/calls tool/used tool/success tool/repaired tool/seconds policy/entropy policy/clip_low policy/clip_high
+policy/grad_norm policy/kl_old sampler/gap_mean sampler/gap_max group/zero_variance time/rollout time/tool_wait
+time/reward time/train time/step speed/tokens_per_s""".split()
+
+
+def test_a_row_of_metrics_has_all_that_is_promised(straight):
+    """Curves of another tool break when a name is renamed or missing in some rows; a NaN is no JSON."""
+    found = rows(straight)
+    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in found if "eval/correct" in row] == [0, 2, 4]
+    for row in found[1:]:
+        assert set(PROMISED) <= row.keys()
+        assert {k.removeprefix("correct/") for k in row if k.startswith("correct/")} <= set(tiny.FAMILIES)
+        assert any(k.startswith("correct/") for k in row)
+    for row in found:
+        assert all(math.isfinite(value) for value in row.values())
+        if "eval/correct" in row:
+            assert 0 <= row["eval/low"] <= row["eval/correct"] <= row["eval/high"] <= 1
+            assert {k.split("/")[2] for k in row if k.startswith("eval/correct/")} <= set(tiny.FAMILIES)
+
+
+def test_metrics_are_the_means_of_the_trajectories_on_disk(straight):
+    """A logged reward that is not the one that was optimised (huggingface/trl#5353), a length that counts the tool's
+    text (THUDM/slime#365): the row must follow from the stored trajectories."""
+
+    def mean(values):
+        values = list(values)
+        return pytest.approx(sum(values) / len(values), abs=1e-9)
+
+    for step in (1, 2, 3, 4):
+        episodes, row = trajectories(straight, step), rows(straight)[step]
+        assert [(e["prompt_index"], e["sample_index"]) for e in episodes] == [(i // 4, i % 4) for i in range(32)]
+        calls = [r["status"] for e in episodes for r in e["tool_results"]]
+        assert calls  # a cold start that calls nothing would test nothing
+        groups = [{e["reward"] for e in episodes[i : i + 4]} for i in range(0, 32, 4)]
+        assert row["reward/mean"] == mean(e["reward"] for e in episodes)
+        assert row["reward/correct"] == mean(e["reward_parts"]["correct"] == 1 for e in episodes)
+        assert row["length/policy_tokens"] == mean(sum(e["mask"]) for e in episodes)
+        assert row["length/tool_tokens"] == mean(e["mask"][e["prompt_len"] :].count(0) for e in episodes)
+        assert row["length/truncated"] == mean(e["finish"] in ("length", "turns") for e in episodes)
+        assert row["tool/calls"] == pytest.approx(len(calls) / 32)
+        assert row["tool/used"] == mean(bool(e["tool_results"]) for e in episodes)
+        assert row["tool/success"] == mean(status == "ok" for status in calls)
+        assert row["group/zero_variance"] == mean(len(rewards) == 1 for rewards in groups)
+        for e in episodes:
+            assert e["reward"] == pytest.approx(sum(e["reward_parts"].values()))
+            assert len(e["ids"]) == len(e["mask"]) == len(e["logprobs"])
+            assert not any(e["mask"][: e["prompt_len"]])
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_the_sampler_used_the_weights_that_the_last_checkpoint_has(straight, cold, step):
+    """Log-probs of a stale or of a wrongly saved policy are off (PrimeIntellect-ai/prime-rl#1650): the model folder
+    that is on disk before a step, by transformers' own forward, gives what was sampled in it."""
+    folder = cold if step == 1 else straight / "checkpoints/step_000002/model"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for e in trajectories(straight, step)[:8]:
+        with torch.no_grad():
+            logits = model(torch.tensor([e["ids"]])).logits[0, :-1]
+        logp = torch.log_softmax(logits, -1).gather(1, torch.tensor(e["ids"][1:])[:, None])[:, 0]
+        mask = torch.tensor(e["mask"][1:], dtype=torch.bool)
+        torch.testing.assert_close(torch.tensor(e["logprobs"][1:])[mask], logp[mask], atol=1e-4, rtol=0)
+
+
+def test_a_run_writes_its_configuration_its_tokenizer_and_its_curves(straight):
+    """Nobody can tell later what a run was (hkust-nlp/simpleRL-reason#64) unless it is beside its numbers."""
+    content = json.loads((straight / "config.json").read_text())
+    settings = content["config"]
+    assert settings.keys() == vars(grpo.Config()).keys()
+    assert (settings["group"], settings["lr"], settings["eval_problems"]) == (4, 4e-4, 16)
+    assert {"torch", "transformers"} <= content["versions"].keys() and "--group" in content["command"]
+    assert (straight / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    page = (straight / "report.html").read_text()
+    assert "<html" in page and "eval/correct" in page
+    text = AutoTokenizer.from_pretrained(straight / "tokenizer").decode(trajectories(straight, 4)[0]["ids"])
+    assert text.startswith("<|im_start|>user\n") and "<|im_end|>\n<|im_start|>assistant\n" in text
+    kept = sorted(p.name for p in (straight / "checkpoints").iterdir())
+    assert kept == ["step_000002", "step_000004"]
+    assert not list(straight.rglob("*.part"))
+
+
+# ---- the same command again -----------------------------------------------------------------------------------------
+
+
+def test_two_steps_and_two_more_are_four_steps_bit_for_bit(scripts, straight):
+    """A resume that draws a batch again, or loses the optimizer's state, goes another way (volcengine/verl#3457,
+    modelscope/ms-swift#9935). Two runs of one seed differ elsewhere even in one go (allenai/open-instruct#648)."""
+    scripts.succeed("grpo.py", *command("twice", steps=2))
+    before = (scripts.folder / "twice/config.json").read_bytes()
+    assert "continued after step 2" in scripts.succeed("grpo.py", *command("twice"))
+    assert (scripts.folder / "twice/config.json").read_bytes() == before
+    the_same_run(scripts.folder / "twice", straight)
+
+
+def test_a_killed_run_continues_bit_for_bit_and_mends_its_last_line(scripts, straight):
+    """kill -9 leaves half a line in metrics.jsonl and half a checkpoint (volcengine/verl#4873,
+    PrimeIntellect-ai/prime-rl#2992); the same command must go on as if nothing had happened."""
+    out = scripts.folder / "killed"
+    pid = scripts.start("grpo.py", *command("killed"))
+    while not (out / "checkpoints/step_000002").exists():
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    code, _, _ = scripts.wait()
+    assert code == -signal.SIGKILL
+    assert not (out / "checkpoints/step_000004").exists()
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/me')
+    half = out / "checkpoints/step_000004.part/model"
+    half.mkdir(parents=True, exist_ok=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    scripts.succeed("grpo.py", *command("killed"))
+    the_same_run(out, straight)
+    assert not list(out.rglob("*.part"))
+
+
+def test_rows_after_the_checkpoint_are_dropped_whatever_the_last_line_is(tmp_path):
+    """A row that is kept and written again stands in the curve twice; half a line stops every reader
+    (json.loads)."""
+    for ending in ("", '{"step": 3, "a"', '{"step": 3, "a": 1}', "\0\0\0"):
+        lines = "".join(json.dumps({"step": step}) + "\n" for step in (0, 1, 2, 3))
+        (tmp_path / "metrics.jsonl").write_text(lines + ending)
+        run.Log(tmp_path, 2).write({"step": 3, "new": True})
+        assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+        assert rows(tmp_path)[-1] == {"step": 3, "new": True}
+
+
+def test_a_run_killed_before_its_configuration_was_written_can_be_started_again(tmp_path):
+    """A kill in the first moment must not make the name of the run unusable."""
+    (tmp_path / "out/trajectories").mkdir(parents=True)
+    (tmp_path / "out/config.part").write_text('{"config": {"st')
+    run.open_run(tmp_path / "out", {"steps": 4}, set())
+    assert json.loads((tmp_path / "out/config.json").read_text())["config"] == {"steps": 4}
+
+
+def test_two_ranks_sample_the_same_trajectories_as_one(scripts, straight):
+    """Ranks that share a seed sample the same group twice (pixeli99/SVD_Xtend#75); with seeds of their own the run
+    depends on their number."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    line = [*launcher, str(ROOT / "grpo.py"), *command("ranks", steps=1)]
+    done = subprocess.run(line, env=ENV, cwd=scripts.folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = trajectories(straight, 1), trajectories(scripts.folder / "ranks", 1)
+    for a, b in zip(one, two, strict=True):
+        assert (a["ids"], a["mask"], a["finish"], a["reward"]) == (b["ids"], b["mask"], b["finish"], b["reward"])
+        assert a["logprobs"] == pytest.approx(b["logprobs"], abs=1e-5)
+    assert rows(scripts.folder / "ranks")[0] == pytest.approx(rows(straight)[0], abs=1e-6)
+    assert rows(scripts.folder / "ranks")[1]["policy/grad_norm"] == pytest.approx(
+        rows(straight)[1]["policy/grad_norm"], rel=1e-4
+    )
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+REFUSED = {  # options, and the words that the sentence must have: the value, and the way out
+    "an unknown option": (["--step", "3"], ["--step", "--steps"]),
+    "a number that is none": (["--lr", "fast"], ["fast", "lr"]),
+    "an unknown preset": (["--preset", "tine"], ["tine", "tiny", "qwen3-4b"]),
+    "a missing model folder": (["--model", "./clod"], ["./clod", "cold"]),
+    "a model that does not exist": (["--model", "owner/nothing"], ["owner/nothing", "folder"]),
+    "a missing data file": (["--data", "nothing.jsonl"], ["nothing.jsonl", "file"]),
+    "a missing set of unseen problems": (["--eval_data", "aime2026"], ["aime2026", "aime2025"]),
+    "a group of one": (["--group", "1"], ["--group 1", "2"]),
+    "a batch of broken groups": (["--batch", "6"], ["6", "4", "8"]),
+    "prompts that do not fit": (["--max_prompt", "5"], ["--max_prompt", "5"]),
+    "more optimizer steps than trajectories": (["--mini_batches", "33"], ["33", "32"]),
+    "a greedy policy": (["--temperature", "0"], ["--temperature", "0"]),
+    "other settings in a run that exists": (["--out", "straight", "--lr", "1"], ["straight", "lr", "1.0", "--out"]),
+    "a run that is complete": (["--out", "straight"], ["straight", "--steps"]),
+    "a folder that is no run": (["--out", "mine"], ["mine", "--out"]),
+    "a model folder as the run": (["--out", "cold"], ["cold", "--out"]),
+    "a file as the run": (["--out", "note.txt"], ["note.txt", "--out"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_one_sentence_that_names_the_value_and_the_way_out(scripts, straight, name):
+    """A traceback from deep inside a library is what others answer with (policy-gradient/GRPO-Zero and tiny-grpo
+    without a GPU; a batch of broken groups in huggingface/trl#2858). And nothing may be written over."""
+    options, words = REFUSED[name]
+    (scripts.folder / "mine").mkdir(exist_ok=True)
+    (scripts.folder / "mine/thesis.txt").write_text("years of work")
+    (scripts.folder / "note.txt").write_text("a note")
+
+    def content():
+        files = (p for p in scripts.folder.rglob("*") if p.is_file() and p.name not in ("out.txt", "err.txt"))
+        return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in files}
+
+    before = content()
+    code, _, err = scripts("grpo.py", *command("refused"), *options)
+    assert code == 2, err[-2000:]
+    assert "Traceback" not in err
+    sentence = [line for line in err.splitlines() if line.startswith("grpo.py: ")]
+    assert len(sentence) == 1 and err.rstrip().endswith(sentence[0])
+    for word in words:
+        assert word in sentence[0]
+    assert content() == before
+
+
+def test_a_command_that_was_refused_can_be_corrected(scripts, straight):
+    """A typing error in --model must not leave a run with "other settings" behind that refuses the right command."""
+    assert scripts("grpo.py", *command("mistyped", 1, model="./clod"))[0] == 2
+    scripts.succeed("grpo.py", *command("mistyped", 1, model="./cold"))
+
+
+def test_sft_refuses_to_write_over_a_model(scripts, cold):
+    """A second cold start of the same name would destroy the first."""
+    before = (cold / "model.safetensors").read_bytes()
+    code, _, err = scripts("sft.py", *"--preset tiny --teacher 50 --out cold".split())
+    assert code == 2 and "Traceback" not in err
+    assert "cold" in err.splitlines()[-1] and "--out" in err.splitlines()[-1]
+    assert (cold / "model.safetensors").read_bytes() == before
+
+
+# ---- the built-in world ---------------------------------------------------------------------------------------------
+
+
+def right_answer(question: str) -> str:
+    """Computed from the question's words alone."""
+    n = [int(number) for number in re.findall(r"\d+", question)]
+    if "to the power" in question and "divided" in question:
+        return str(pow(n[0], n[1], n[2]))
+    if "sum of the digits" in question:
+        return str(sum(int(digit) for digit in str(n[0] ** n[1])))
+    if "primes" in question:
+        return str(sum(all(k % i for i in range(2, k)) for k in range(n[0], n[1])))
+    if "times" in question:
+        return str(n[0] * n[1] % n[2])
+    assert "ones are in the binary form" in question
+    return str(f"{n[0] ** n[1]:b}".count("1"))
+
+
+def test_training_and_test_problems_never_share_a_question():
+    """A held-out score on questions that were trained on shows nothing (QwenLM's contamination is the public case);
+    the numbers of a question decide its split, whatever the seed."""
+    train = {p.messages[0]["content"] for seed in range(40) for p in tiny.problems("train", 100, seed)}
+    test = {p.messages[0]["content"] for seed in range(10) for p in tiny.problems("test", 100, seed)}
+    assert not train & test
+    with PythonTool(workers=2, timeout_s=2, max_chars=tiny.MAX_CHARS) as tool:
+        taught = {c[0]["content"] for c in tiny.conversations(300, 5, tool)}
+    assert not taught & test
+    assert len(train) > 2500 and len(test) > 600
+
+
+def test_answers_of_the_built_in_problems_are_right_and_the_families_balanced():
+    """A wrong gold pays wrong answers; a family that is hardly drawn is hardly measured."""
+    problems = tiny.problems("train", 500, seed=3)
+    assert all(p.answer == right_answer(p.messages[0]["content"]) for p in problems)
+    count = Counter(p.family for p in problems)
+    assert set(count) == set(tiny.FAMILIES) and min(count.values()) > 60
+    assert tiny.problems("train", 500, seed=3) == problems and tiny.problems("train", 500, seed=4) != problems
+
+
+def really(code: str) -> tuple[str, str]:
+    """(what the program prints, its last line of traceback or "")."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "<tool>", "exec"), {"__name__": "__main__"})
+    except Exception as error:
+        return printed.getvalue(), type(error).__name__
+    return printed.getvalue(), ""
+
+
+def test_the_teacher_shows_good_and_bad_ways_and_every_tool_text_is_real():
+    """Stitched data, with outputs that nobody's Python ever gave, teaches a policy to make outputs up (arXiv
+    2510.11701, section 3); and a teacher that is always right leaves nothing to reinforce."""
+    kinds = Counter()
+    with PythonTool(workers=2, timeout_s=2, max_chars=tiny.MAX_CHARS) as tool:
+        conversations = list(tiny.conversations(400, 1, tool))
+    assert len(conversations) == 400
+    for messages in conversations:
+        assert messages[0]["role"] == "user" and messages[-1]["role"] == "assistant"
+        errors, output = [], ""
+        for asked, answered in zip(messages, messages[1:]):
+            if answered["role"] == "tool":
+                printed, error = really(asked["tool_calls"][0]["function"]["arguments"]["code"])
+                output = answered["content"]
+                assert printed.strip() in output
+                if error:
+                    assert output.splitlines()[-1].startswith(error)
+                else:
+                    assert output == printed.strip()
+                errors.append(error)
+        said = re.search(r"\\boxed\{(.*)\}", messages[-1]["content"])[1]
+        right = said == right_answer(messages[0]["content"])
+        if not errors:
+            kinds["guess right" if right else "guess wrong"] += 1
+        elif errors[-1]:
+            kinds["error given up"] += 1
+        else:
+            assert said == output
+            kinds["error repaired" if errors[0] else "right program" if right else "wrong program"] += 1
+    assert min(kinds[k] for k in ("guess wrong", "error given up", "error repaired", "right program")) > 10
+    assert kinds["wrong program"] > 10
+    assert kinds["guess right"] < kinds["guess wrong"] / 5
+    assert tiny.conversations  # the teacher's own numbers stay: a third is right in all
+    assert 0.2 < (kinds["right program"] + kinds["error repaired"] + kinds["guess right"]) / 400 < 0.5
+
+
+# ---- does it learn? -------------------------------------------------------------------------------------------------
+
+
+def easy_world(folder: Path) -> None:
+    """problems.jsonl, and conversations.jsonl in which three ways of answering are shown, one of them right.
+
+    Six questions, so that a short cold start knows them all; the answers still come from Python alone.
+    """
+    rng = random.Random(0)
+    numbers = [(37, 41, 58), (62, 23, 71), (85, 19, 44), (53, 77, 36), (29, 66, 83), (94, 15, 67)]
+    questions = [f"What is the remainder when {a} times {c} is divided by {b}?" for a, c, b in numbers]
+    lines = [{"problem": q, "answer": right_answer(q), "id": str(i)} for i, q in enumerate(questions)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = [p.messages for p in load_problems(str(folder / "problems.jsonl"))]
+    with (folder / "conversations.jsonl").open("w") as file:
+        for _ in range(480):
+            i = rng.randrange(6)
+            a, c, b = numbers[i]
+            way = rng.choice(["right", "wrong", "guess"])
+            code = f"print({a} * {c} % {b})" if way == "right" else f"print({a} + {c} % {b})"
+            said, messages = really(code)[0].strip(), list(asked[i])
+            if way == "guess":
+                messages.append({"role": "assistant", "content": f"I think it is \\boxed{{{rng.randint(1, 99)}}}."})
+            else:
+                call = {"type": "function", "function": {"name": "python", "arguments": {"code": code}}}
+                messages.append({"role": "assistant", "content": "Use Python.", "tool_calls": [call]})
+                messages.append({"role": "tool", "content": said})
+                messages.append({"role": "assistant", "content": f"The answer is \\boxed{{{said}}}."})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def test_a_short_run_learns_to_answer_by_the_right_program(scripts):
+    """The test of everything together: a wrong sign, mask or alignment anywhere, and the share of right answers does
+    not rise (the loss falls all the same, which is why "is it broken?" is the most asked question in public:
+    huggingface/open-r1#239)."""
+    easy_world(scripts.folder)
+    options = "--model tiny --data conversations.jsonl --epochs 2 --batch 8 --lr 4e-3 --threads 1 --out easy"
+    scripts.succeed("sft.py", *options.split())
+    options = "--model easy --data problems.jsonl --eval_data problems.jsonl --steps 8 --batch 48 --group 8 --lr 1e-3"
+    options += " --max_prompt 300 --eval_every 8 --show_every 0 --save_every 99 --threads 1 --out learns"
+    scripts.succeed("grpo.py", *options.split())
+    found = rows(scripts.folder / "learns")[1:]
+    assert [row["step"] for row in found] == list(range(1, 9))
+    first, last = (sum(row["reward/correct"] for row in part) / 2 for part in (found[:2], found[-2:]))
+    print(first, last)
+    assert last > first + 0.25
