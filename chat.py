@@ -72,7 +72,7 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, gen
             value = value.replace("\ue0f0", "\ufffd").replace("\ue0f1", "\ufffd")
             return re.sub("|".join(map(re.escape, tokens)), lambda m: hide(m[0]), value) if tokens else value
         if isinstance(value, dict):
-            return {k: guard(v, tokens) for k, v in value.items()}
+            return {guard(k, tokens): guard(v, tokens) for k, v in value.items()}
         return [guard(v, tokens) for v in value] if isinstance(value, list) else value
 
     everything, turns = added_tokens(tokenizer), added_tokens(tokenizer, special_only=True)
@@ -94,6 +94,10 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, gen
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses this conversation: {error}") from None
+    if "\\ue0f0" in text:
+        raise ValueError(
+            "the chat template escapes text that is not ASCII, so a control token in it cannot be kept apart"
+        )
     pieces = re.split("\ue0f0(\\d+)\ue0f1", text)
     return [(known[int(p)], True) if i % 2 else (p, False) for i, p in enumerate(pieces)]
 
@@ -117,7 +121,7 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
     description is put in front of the last message, in the words of the hermes format, and one line says so.
     """
     pieces = render(tokenizer, messages, tools, generation_prompt=True)
-    if tools and not all(t["function"]["name"] in "".join(p for p, _ in pieces) for t in tools):
+    if tools and pieces == render(tokenizer, messages, None, generation_prompt=True):
         _say_once("the chat template has no place for tools: their description goes into the message itself")
         messages = copy.deepcopy(messages)
         messages[-1]["content"] = tool_description(tools) + "\n\n" + messages[-1]["content"]
@@ -175,7 +179,7 @@ class ToolTurn:
         return ids
 
     def _frame(self, n: int) -> list[list[int]]:
-        header, end = turn_marks(self.tokenizer)
+        _, end = turn_marks(self.tokenizer)
         call = {"type": "function", "function": {"name": "python", "arguments": {"code": "1"}}}
         said = [
             {"role": "user", "content": "q"},
@@ -194,7 +198,7 @@ class ToolTurn:
             text = "".join(p for p, _ in render(self.tokenizer, said + shown, None, True))
             pieces = [(p, i % 2) for i, p in enumerate(re.split("(\ue0f2)", text))]
         first = pieces[0][0]
-        start = first.index(end, first.rindex(header)) + len(end)
+        start = first.rindex(end) + len(end)  # the assistant's turn is the last to end
         texts = [first[start:]] + [text for text, plain in pieces[1:] if not plain]
         return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
 

@@ -350,7 +350,11 @@ class Sampler:
         if not ready:
             return
         rows = [rows[i] for i in ready]
-        logits = self.model.get_output_embeddings()(hidden[seg.last[ready]])  # [B, V]
+        hidden, weight = hidden[seg.last[ready]], self.model.get_output_embeddings().weight  # [B, H], [V, H]
+        if hidden.is_cuda and hidden.dtype != torch.float32:  # rounded logits are off by up to 0.1
+            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # [B, V]
+        else:
+            logits = hidden @ weight.T
         u = uniforms([row.key for row in rows], [len(row.ids) - row.trajectory.prompt_len for row in rows])
         token, logprob = sample_tokens(logits, torch.from_numpy(u).to(logits.device), *self.law)
         self.stats["tokens"] += len(rows)

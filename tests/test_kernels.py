@@ -223,25 +223,24 @@ def test_strides_do_not_matter(body):
 
 @NEEDS_TRITON
 def test_rows_beyond_two_to_the_31_are_found():
-    """row * stride in int32 wraps at row 14,135 of 151,936 columns (trl 7266, Liger 251). Two rows far apart
-    in a buffer of 4.3 GB, of which only the touched pages are really taken."""
-    far = 2**31 + 64
-    buffer = torch.empty(far + 256, dtype=torch.bfloat16, device=DEVICE)
-    logits = buffer.as_strided((2, 100), (far, 1)).copy_(torch.randn(2, 100))
-    hidden = buffer.as_strided((2, 16), (far, 1), 100).copy_(torch.randn(2, 16))
-    weight = buffer.as_strided((2, 16), (far, 1), 132).copy_(torch.randn(2, 16))
-    targets = torch.tensor([3, 1], device=DEVICE)
+    """row * stride in int32 wraps at row 14,135 of 151,936 columns (trl 7266, Liger 251). Three rows far
+    apart in a buffer of 4.3 GB, of which only the touched pages are really taken."""
+    far = 2**30 + 64  # a stride that fits in int32, unlike twice as much
+    buffer = torch.empty(2 * far + 256, dtype=torch.bfloat16, device=DEVICE)
+    logits = buffer.as_strided((3, 100), (far, 1)).copy_(torch.randn(3, 100))
+    hidden = buffer.as_strided((3, 16), (far, 1), 100).copy_(torch.randn(3, 16))
+    weight = buffer.as_strided((3, 16), (far, 1), 132).copy_(torch.randn(3, 16))
+    targets, ones = torch.tensor([0, 2, 1], device=DEVICE), torch.ones(2, 3, device=DEVICE)
     near = logits.clone().requires_grad_()
     want = logprob_entropy(near, targets, backend="torch")
-    (gradient,) = gradients(want, torch.ones(2, 2, device=DEVICE), [near])
-    logits.requires_grad_()
-    got = logprob_entropy(logits, targets, inplace_backward=True, backend="triton")
+    (gradient,) = gradients(want, ones, [near])
+    got = logprob_entropy(logits.requires_grad_(), targets, inplace_backward=True, backend="triton")
     close(torch.stack(got), torch.stack(want), 1e-6)
-    (grad,) = gradients(got, torch.ones(2, 2, device=DEVICE), [logits])
+    (grad,) = gradients(got, ones, [logits])
     assert grad.data_ptr() == logits.data_ptr()
     close(grad, gradient, 1e-6, 2**-7)
-    got = linear_logprob_entropy(hidden, weight, targets % 2, backend="triton")
-    close(torch.stack(got), torch.stack(reference(hidden.double() @ weight.double().t(), targets % 2)), 1e-5)
+    got = linear_logprob_entropy(hidden, weight, targets, backend="triton")
+    close(torch.stack(got), torch.stack(reference(hidden.double() @ weight.double().t(), targets)), 1e-5)
 
 
 @NEEDS_TRITON

@@ -455,17 +455,17 @@ def test_the_teacher_shows_good_and_bad_ways_and_every_tool_text_is_real():
 def easy_world(folder: Path) -> None:
     """problems.jsonl, and conversations.jsonl in which three ways of answering are shown, one of them right.
 
-    Six questions, so that a short cold start knows them all; the answers still come from Python alone.
+    Three questions, so that a short cold start knows them; the answers still come from Python alone.
     """
     rng = random.Random(0)
-    numbers = [(37, 41, 58), (62, 23, 71), (85, 19, 44), (53, 77, 36), (29, 66, 83), (94, 15, 67)]
+    numbers = [(37, 41, 58), (62, 23, 71), (85, 19, 44)]
     questions = [f"What is the remainder when {a} times {c} is divided by {b}?" for a, c, b in numbers]
     lines = [{"problem": q, "answer": right_answer(q), "id": str(i)} for i, q in enumerate(questions)]
     (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     asked = [p.messages for p in load_problems(str(folder / "problems.jsonl"))]
     with (folder / "conversations.jsonl").open("w") as file:
         for _ in range(480):
-            i = rng.randrange(6)
+            i = rng.randrange(3)
             a, c, b = numbers[i]
             way = rng.choice(["right", "wrong", "guess"])
             code = f"print({a} * {c} % {b})" if way == "right" else f"print({a} + {c} % {b})"
