@@ -21,6 +21,7 @@ To copy into another project take this file and attention.py, for agents also ch
 
 import concurrent.futures
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -230,6 +231,10 @@ class Sampler:
                 else:
                     row = Row(t.ids, i, limit, random_key(seed, number, j), t, turn_start=len(prompt))
                     self.queue.append(row)
+        short = sum(len(prompt) + max_new_tokens > self.max_len for prompt in prompts)
+        if short:  # once a process, as warnings are
+            text = f"{short} prompts and max_new_tokens {max_new_tokens} exceed max_len {self.max_len}"
+            warnings.warn(f"{text}: they get the room that is left", stacklevel=3)
         idle = False
         try:
             while self.queue or self.running:
@@ -465,7 +470,7 @@ def run_agent(
                 if hasattr(tool, "submit"):
                     return tool.submit(**call.arguments)
                 return threads.submit(tool, **call.arguments)
-            except TypeError as error:  # arguments that the tool does not have
+            except Exception as error:  # arguments that the tool does not have or does not take
                 problem = str(error)
         answer = concurrent.futures.Future()
         answer.set_result(ToolResult(f"Error: {problem}", "error", 0.0))

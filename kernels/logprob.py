@@ -44,7 +44,7 @@ except ImportError:  # macOS, Windows, a bare CPU installation: the torch body d
     triton = None
 
 IGNORE = -100  # target of a row that takes no part: log-prob 0, entropy 0, no gradient
-CACHED = 1 << 18  # elements in a block of rows of the torch body: two float32 blocks are 2 MB
+CACHED = 1 << 20  # elements in a block of rows of the torch body: two float32 blocks are 8 MB
 
 # ---------------------------------------------------------------- torch body
 

@@ -234,7 +234,7 @@ def run(monkeypatch, tmp_path):
     asked: list[tuple] = []
     state = SimpleNamespace(asked=asked, out=tmp_path / "out", rank=0, ranks=1, die_after=None, data=data)
 
-    def run_agent(sampler, prompts, tools, n, indices, seed, **law):
+    def run_agent(sampler, prompts, tools, n, *law, seed, indices):
         if state.die_after is not None and len(asked) >= state.die_after:
             raise KeyboardInterrupt
         found = []
@@ -415,7 +415,7 @@ def test_bad_settings_end_with_one_sentence_and_write_nothing(run, capsys, optio
 
 def test_every_setting_is_read_somewhere():
     """Open-AgentRL's scripts set a flag for dynamic sampling that nothing reads."""
-    body = inspect.getsource(evaluate).split("# ---- the numbers")[1]
+    body = inspect.getsource(evaluate).split("class Config")[1].split("\n\n\n", 1)[1]
     for name in evaluate.Config.__dataclass_fields__:
         assert re.search(rf'cfg\.{name}\b|"{name}"', body), f"--{name} changes nothing"
 

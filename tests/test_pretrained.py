@@ -15,7 +15,7 @@ import grpo
 import policy as net
 import sft
 from chat import encode_prompt
-from data import Problem, build_prompt
+from data import Problem
 from rollout import Sampler, run_agent
 from tools import PythonTool
 
@@ -49,7 +49,7 @@ QUESTIONS = [  # of our own, in the manner of a primary-school data set
     ("Tom reads 15 pages a day. In how many days does he read a book of 240 pages?", "16"),
 ]
 PROBLEMS = [
-    Problem([{"role": "user", "content": build_prompt(text, "number", tool=False)}], answer, "math", "word", str(i))
+    Problem([{"role": "user", "content": f"{text} Put the answer in \\boxed{{}}."}], answer, "math", "word", str(i))
     for i, (text, answer) in enumerate(QUESTIONS)
 ]
 

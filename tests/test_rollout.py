@@ -891,7 +891,7 @@ def test_other_rows_decode_while_a_tool_works(episodes):
         if other in keys and next(tokens) > 70:
             decoded.set()
 
-    tool = Slow(lambda code: decoded.wait(20) or late.append(code))
+    tool = Slow(lambda code: decoded.wait(60) or late.append(code))
     found = episodes(
         [call() + END, SAY + END],
         [[50] * 80 + [2], SAY + END],
@@ -909,7 +909,7 @@ def test_rows_that_wait_for_a_tool_leave_their_place_to_others(episodes):
 
     def work(code):
         try:
-            together.wait(20)
+            together.wait(60)
         except threading.BrokenBarrierError:
             late.append(code)
 
