@@ -81,10 +81,10 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, gen
         message["content"] = message.get("content") or ""
         for call in message.get("tool_calls") or []:
             function = call.get("function", call)
-            if isinstance(
-                function["arguments"], str
-            ):  # data sets store them either way; templates want the object
+            if isinstance(function["arguments"], str):  # stored either way; templates want the object
                 function["arguments"] = json.loads(function["arguments"])
+            if not isinstance(function["arguments"], dict):
+                raise ValueError(f"the arguments of a tool call are {function['arguments']!r}, not an object")
         if message["role"] == "tool":
             message["content"] = hide(message["content"])
         else:
@@ -115,18 +115,21 @@ def encode_pieces(tokenizer, pieces) -> list[int]:
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Ids of the prompt, the header of the assistant's turn included: the policy's first token comes next.
+    """Ids of the prompt, the header of the assistant's turn included: the policy's first token comes next."""
+    messages, tools = place_tools(tokenizer, messages, tools)
+    return encode_pieces(tokenizer, render(tokenizer, messages, tools, generation_prompt=True))
 
-    A template that has no place for tools would leave the policy without a word about them; then their
-    description is put in front of the last message, in the words of the hermes format, and one line says so.
-    """
-    pieces = render(tokenizer, messages, tools, generation_prompt=True)
-    if tools and pieces == render(tokenizer, messages, None, generation_prompt=True):
-        _say_once("the chat template has no place for tools: their description goes into the message itself")
-        messages = copy.deepcopy(messages)
-        messages[-1]["content"] = tool_description(tools) + "\n\n" + messages[-1]["content"]
-        pieces = render(tokenizer, messages, None, generation_prompt=True)
-    return encode_pieces(tokenizer, pieces)
+
+def place_tools(tokenizer, messages: list[dict], tools: list[dict] | None):
+    """(messages, tools) as they can be rendered. A template that has no place for tools drops them without a
+    word; then their description goes in front of the first message of the user, and one line says so."""
+    if not tools or render(tokenizer, messages, tools) != render(tokenizer, messages):
+        return messages, tools
+    _say_once("the chat template has no place for tools: their description goes into the user's message")
+    messages = copy.deepcopy(messages)
+    first = next(m for m in messages if m["role"] == "user")
+    first["content"] = tool_description(tools) + "\n\n" + first["content"]
+    return messages, None
 
 
 def tool_description(tools: list[dict]) -> str:
@@ -138,20 +141,31 @@ def tool_description(tools: list[dict]) -> str:
     )
 
 
+_marks = weakref.WeakKeyDictionary()  # tokenizer -> (its template, header, end)
+
+
 def turn_marks(tokenizer) -> tuple[str, str]:
     """(header, end): the texts that begin and end an assistant's turn, e.g. "<|im_start|>assistant\\n",
-    "<|im_end|>"."""
+    "<|im_end|>". A template without a generation prompt (Mistral) begins it where the user's turn ends."""
+    template, *marks = _marks.get(tokenizer, ("",))
+    if template != tokenizer.chat_template or not marks:
 
-    def text(messages, **kw):
-        return "".join(p for p, _ in render(tokenizer, messages, **kw))
+        def text(messages, **kw):
+            return "".join(p for p, _ in render(tokenizer, messages, **kw))
 
-    ask = [{"role": "user", "content": "q"}]
-    before, header = text(ask), text(ask, generation_prompt=True)
-    answered = text([*ask, {"role": "assistant", "content": "zyzzyva"}])
-    closing = re.search("|".join(map(re.escape, added_tokens(tokenizer))), answered.rpartition("zyzzyva")[2])
-    if not header.startswith(before) or header == before or not closing:
-        raise ValueError("the chat template does not mark where an assistant's turn begins and ends")
-    return header[len(before) :], closing[0]
+        ask = [{"role": "user", "content": "qabbaq"}]
+        before, header = text(ask), text(ask, generation_prompt=True)
+        answered = text([*ask, {"role": "assistant", "content": "zyzzyva"}])
+        between, _, after = answered.rpartition("zyzzyva")
+        end = re.search("|".join(map(re.escape, added_tokens(tokenizer))), after)
+        prompt, header = header, header.removeprefix(before)
+        if not header and prompt.endswith(closing := between.rpartition("qabbaq")[2].rstrip(" ")):
+            header = closing
+        if not end or header in ("", end[0]):
+            raise ValueError("the chat template does not mark where an assistant's turn begins and ends")
+        _marks[tokenizer] = (tokenizer.chat_template, header, end[0])
+        marks = header, end[0]
+    return tuple(marks)
 
 
 class ToolTurn:

@@ -5,13 +5,11 @@
 
 --data: aime2024 aime2025 gpqa livecodebench gsm8k math500, tiny (the built-in held-out set), owner/name on
 the hub, or a .jsonl / .parquet file. Defaults: the published protocol (32 samples, top-p 0.6, 16 turns).
-
 After a kill the same command goes on. Random numbers belong to (seed, problem, sample): neither chunks nor
 ranks change a sample (in float32; with bfloat16 another batch may round a close call differently).
 Left out: judging by a model, prompts with worked examples, the published grader (exact text near the end).
 """
 
-import hashlib
 import json
 import math
 import sys
@@ -19,6 +17,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -71,13 +70,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_at_k(answers: list[str | None], correct: list[bool]) -> float:
     """Score of the answer that most of the k samples give.
 
-    Answers that math_correct calls equal vote together. An answer scores the mean of its voters' marks;
-    answers that tie share, so the order of samples has no say. None never wins over an answer, all None is 0.
+    Answers that math_correct calls equal vote together and score the mean of their voters' marks. Ties share,
+    and votes are sorted, so the order of samples has no say. None never wins over an answer; all None is 0.
     """
     if len(answers) != len(correct):
         raise ValueError(f"{len(answers)} answers but {len(correct)} marks")
-    groups = {}  # first spelling -> marks of its voters
-    # sorted: the order has no say even where equality is not transitive
+    groups = {}  # spelling -> marks of its voters
     for answer, mark in sorted((a, m) for a, m in zip(answers, correct) if a is not None):
         same = (g for g in groups if g == answer or reward.math_correct(f"\\boxed{{{g}}}", answer))
         groups.setdefault(next(same, answer), []).append(mark)
@@ -128,8 +126,7 @@ def summarize(rows: list[dict], samples: int, as_published: bool = False) -> dic
     marks = of["correct"].reshape(-1, samples).tolist()
     said = [[row["prediction"] for row in rows[i : i + samples]] for i in range(0, len(rows), samples)]
     ks = [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
-    mean, low, high = mean_interval(marks)
-    table = {"problems": len(marks), f"avg@{samples}": mean, "low": low, "high": high}
+    table = {"problems": len(marks)} | dict(zip((f"avg@{samples}", "low", "high"), mean_interval(marks)))
     table |= {f"pass@{k}": np.mean([pass_at_k(samples, sum(m), k) for m in marks]) for k in ks}
     if "code" not in of["kind"]:  # programs do not vote
         table[f"maj@{samples}"] = np.mean([majority_at_k(a, m) for a, m in zip(said, marks)])
@@ -181,10 +178,9 @@ def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], mod
     content = {"weights": [p.flatten()[:64].tolist() for p in model.parameters()]}  # 64 values of each tensor
     for tool, some in problems.items():
         content["problems_tool" if tool else "problems_plain"] = [asdict(p) for p in some]
-    content = {f"sha256_{name}": json.dumps(value).encode() for name, value in content.items()}
     conditions = {
         **{name: value for name, value in vars(cfg).items() if name not in free},
-        **{name: hashlib.sha256(value).hexdigest()[:16] for name, value in content.items()},
+        **{f"sha256_{k}": sha256(json.dumps(v).encode()).hexdigest()[:16] for k, v in content.items()},
         **{name: str(sys.modules[name].__version__) for name in ("torch", "transformers")},
         "problems": len(some),
         "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(),
@@ -223,8 +219,7 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
     """Sample the missing problems; a chunk of them is graded and appended to the file at once."""
     limits = (cfg.tool_workers, cfg.tool_seconds, cfg.tool_memory, cfg.tool_chars)
     with PythonTool(*limits) as tool, ThreadPoolExecutor() as threads:
-        # the built-in problems stand as they are, for the built-in policy was trained on bare questions
-        described = [tool.schema] if with_tool and cfg.data != "tiny" else None
+        described = [tool.schema] if with_tool and cfg.data != "tiny" else None  # tiny: bare questions
         prompts = {i: encode_prompt(tokenizer, problems[i].messages, described) for i in missing}
         needs = max(map(len, prompts.values())) + cfg.max_new_tokens
         context = model.config.max_position_embeddings
@@ -232,14 +227,12 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
             print(f"the context of {context} leaves {context - needs + cfg.max_new_tokens} tokens after the "
                   f"longest prompt, not {cfg.max_new_tokens}", flush=True)  # fmt: skip
         sampler = Sampler(model, tokenizer, cfg.max_rows, min(needs, context), cfg.cache_tokens)
+        law = (cfg.samples, cfg.max_turns, cfg.max_new_tokens, cfg.temperature, cfg.top_p)
         tools, began, right = {"python": tool} if with_tool else {}, time.perf_counter(), 0
         for at in range(0, len(missing), cfg.chunk):
             chunk, start = missing[at : at + cfg.chunk], time.perf_counter()
-            sampled = run_agent(
-                sampler, [prompts[i] for i in chunk], tools, cfg.samples, cfg.max_turns, cfg.max_new_tokens,
-                cfg.temperature, cfg.top_p, seed=cfg.seed, indices=chunk,
-            )  # fmt: skip
-            rows = list(threads.map(lambda t: grade(problems[t.prompt_index], t, tokenizer, tool), sampled))
+            found = run_agent(sampler, [prompts[i] for i in chunk], tools, *law, seed=cfg.seed, indices=chunk)
+            rows = list(threads.map(lambda t: grade(problems[t.prompt_index], t, tokenizer, tool), found))
             seconds = (time.perf_counter() - start) / len(rows)
             rows = [{"tool": with_tool, **row, "seconds": seconds} for row in rows]
             with open(file, "a") as lines:
@@ -258,9 +251,7 @@ def main(argv: list[str] | None = None) -> None:
             if type(value) is int and value < 1 and name != "seed":
                 raise ValueError(f"--{name} is {value}; it must be at least 1")
         if cfg.temperature == 0 and cfg.samples > 1:
-            raise ValueError(
-                f"--temperature 0 would give {cfg.samples} times the same sample; add --samples 1"
-            )
+            raise ValueError(f"--temperature 0 would give {cfg.samples} times the same sample; --samples 1?")
         if cfg.dtype == "auto":
             cfg.dtype = "float32" if device == "cpu" else "bfloat16"
         if cfg.dtype not in ("float32", "bfloat16"):
@@ -288,8 +279,7 @@ def main(argv: list[str] | None = None) -> None:
         rows, summary = merge(out), {"conditions": conditions}
         for tool in problems:
             title = "with the tool" if tool else "without the tool"
-            mine = [row for row in rows if row["tool"] == tool]
-            summary[title] = summarize(mine, cfg.samples, cfg.as_published)
+            summary[title] = summarize([r for r in rows if r["tool"] == tool], cfg.samples, cfg.as_published)
             print_table(f"{cfg.model} on {cfg.data}, {title}", summary[title])
         write_whole(out / "summary.json", json.dumps(summary, indent=1))
         print("", *(f"{key}={value} " for key, value in conditions.items()), f"\n{out / 'summary.json'}")

@@ -182,7 +182,6 @@ def policy_loss(
     mask = mask.bool()
     # `where`, since NaN * 0 is NaN; the clamp, since exp(100) is inf and inf * 0 is NaN too
     log_ratio = torch.where(mask, logp - old_logp, 0.0).clamp(-20, 20)
-    advantages = torch.where(mask, advantages, 0.0)
     kl_old = -log_ratio.detach()
     if seq_ids is not None:  # value: mean over the sequence; gradient: that of each token
         _, seq, count = torch.unique(seq_ids[mask], return_inverse=True, return_counts=True)
@@ -259,17 +258,17 @@ def update(
             )
             if config.tis:
                 loss = loss * torch.where(row["mask"], old - row["sampled"], 0.0).exp().clamp(max=config.tis)
-            (
-                loss.sum() / max(tokens, 1) * ranks
-            ).backward()  # FSDP averages over ranks; times ranks it is the sum
+            sums["policy/loss"] += loss.detach().sum()
+            loss = loss.sum() / max(tokens, 1)
+            (loss * ranks).backward()  # FSDP averages over the ranks; times ranks it is the sum
             for key, value in stats.items():
                 sums[f"policy/{key}"] += value * row["mask"].sum()
-            note(row, "ratio", (logp.detach() - old).exp())
+            note(row, "ratio", (logp.detach() - old).clamp(-20, 20).exp())
         norm = net.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
-        if not torch.isfinite(norm):
+        if not torch.isfinite(norm + sums["policy/loss"]):  # a NaN loss may have a gradient of 0
             raise FloatingPointError(
-                f"the gradient's norm is {norm.item()} in optimizer step {step + 1} of this batch; the "
-                f"last checkpoint is whole: start from it in a new --out with a lower --lr than {config.lr}"
+                f"loss or gradient is not finite in optimizer step {step + 1} of this batch; the last "
+                f"checkpoint is whole: start from it in a new --out with a lower --lr than {config.lr}"
             )
         optimizer.step()
         optimizer.zero_grad()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import tiny
-from chat import encode_plain, render, turn_marks
+from chat import added_tokens, encode_plain, place_tools, render, turn_marks
 from data import fail, load_conversations, parse_args
 from policy import Policy, full, init_process_group, load, micro_batches, packed_row, save, shard
 from tools import PythonTool
@@ -83,13 +83,17 @@ def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | N
     assistant's turn the mask is all 0.
     """
     header, end = turn_marks(tokenizer)
+    if not any(token in header for token in added_tokens(tokenizer)):  # ordinary text: anybody can write it
+        for message in messages:
+            if message["role"] != "assistant" and header.strip() in (message.get("content") or ""):
+                raise ValueError(f"a message of the {message['role']} contains the header {header.strip()!r}")
     ids, mask, turns, inside = [], [], [], False
 
     def add(new: list[int]):
         ids.extend(new)
         mask.extend([int(inside)] * len(new))
 
-    for text, plain in render(tokenizer, messages, tools):
+    for text, plain in render(tokenizer, *place_tools(tokenizer, messages, tools)):
         if plain:
             add(encode_plain(tokenizer, text))
             if inside:
@@ -110,24 +114,33 @@ def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | N
             f"the template renders {len(turns)} assistant turns of {len(written)}; split the conversation"
         )
     for number, (message, turn) in enumerate(zip(written, turns), 1):
-        for part in _parts(message):
-            if part.strip() not in turn and json.dumps(part, ensure_ascii=False)[1:-1].strip() not in turn:
-                raise ValueError(
-                    f"the template drops text of assistant turn {number}: {part.strip()[:60]!r}; "
-                    "split the conversation after this turn, or use a template that keeps it"
-                )
+        if lost := _lost(message, turn):
+            raise ValueError(
+                f"the template drops text of assistant turn {number}: {lost[:60]!r}; split the conversation "
+                "after this turn, or use a template that keeps it"
+            )
     return ids, mask
 
 
-def _parts(message: dict) -> list[str]:
-    """Every text of an assistant's message that has to be in its rendered turn."""
-    parts = re.split("</?think>", message.get("content") or "") + [message.get("reasoning_content") or ""]
+def _lost(message: dict, turn: str) -> str:
+    """The first text of an assistant's message that its rendered turn does not have ("": nothing is lost)."""
+    at = 0  # thinking, then answer: one that repeats its thinking does not stand for it
+    for part in [
+        message.get("reasoning_content") or "",
+        *re.split("</?think>", message.get("content") or ""),
+    ]:
+        found = turn.find(part.strip(), at)
+        if found < 0:
+            return part.strip()
+        at = found + len(part.strip())
     for call in message.get("tool_calls") or []:
         call = call.get("function", call)
-        arguments = call["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        parts += [call["name"], *(v for v in arguments.values() if isinstance(v, str))]
-    return parts
+        given = call["arguments"]
+        given = json.loads(given) if isinstance(given, str) else given
+        for part in [call["name"], *(v for v in given.values() if isinstance(v, str))]:
+            if part not in turn and json.dumps(part, ensure_ascii=False)[1:-1] not in turn:
+                return part
+    return ""
 
 
 def tokenize_all(tokenizer, conversations, max_len: int) -> list[tuple[list[int], list[int]]]:

@@ -283,6 +283,7 @@ def test_a_template_without_a_place_for_tools_gets_them_in_the_message(
     text = tokenizer.decode(chat.encode_prompt(tokenizer, messages, SCHEMA))
     assert text.count("Runs a program.") == 1
     assert text.index("Runs a program.") < text.index(question)
+    assert text.endswith(question + "<end_of_turn>\n<start_of_turn>model\n")
     assert "no place for tools" in capsys.readouterr().out
     assert messages == [user(question)]
 
@@ -341,8 +342,15 @@ def test_header_and_end_of_a_turn_are_found_in_the_template(tokenizer, name):
 
 def test_a_template_that_marks_no_turns_is_refused(tokenizer):
     """Without a header nothing says where the policy's text begins."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{%- for m in messages %}{{- m.content + '<|endoftext|>' }}{%- endfor %}"
     with pytest.raises(ValueError, match="turn"):
-        chat.turn_marks(with_template(tokenizer, "no header"))
+        chat.turn_marks(tokenizer)
+
+
+def test_without_a_generation_prompt_the_answer_begins_where_the_question_ends(tokenizer):
+    """Mistral's template ends a question with a mark and has nothing else before the answer."""
+    assert chat.turn_marks(with_template(tokenizer, "no header")) == ("]", "<|endoftext|>")
 
 
 @pytest.mark.parametrize("name", ["chatml", "system", "thinking", "opened"])

