@@ -5,15 +5,17 @@
 A server has imported what programs need, and forks workers, which fork a child for each call: a millisecond,
 where starting Python takes 20. A worker takes one call at a time. When the child ends or its time is up, the
 worker kills every process that the call started and empties the call's folder. On Linux a worker is process 1
-of its own namespaces (isolation.py), so that the kernel knows all that belongs to a call; where these are not
-granted, Landlock and /proc stand in for them.
+of its own namespaces, so that the kernel knows all that belongs to a call; no rights are needed for that, and
+root gains nothing by being root. Where they are not granted, Landlock and /proc stand in for them.
 
-A fork costs what pages it touches, and each import adds some (threading alone 0.3 ms a call): this file
-imports little. Left out: a limit on the memory of all processes of a call together.
+A fork costs what pages it touches, and each import adds some (threading 0.3 ms a call): this file imports
+little. Left out: a limit on the memory of all processes of a call together (control groups need rights);
+hiding files that the user may read. Isolation needs Linux 5.14 on x86-64 or ARM.
 """
 
 import ast
 import atexit
+import ctypes
 import gc
 import json
 import math
@@ -28,37 +30,39 @@ import struct
 import sys
 import time
 import traceback
-import types
-
-from isolation import (
-    CAPSET,
-    LIBC,
-    LINUX,
-    SUBREAPER,
-    empty,
-    enter_namespaces,
-    refuse_system_calls,
-    restrict_by_landlock,
-)
+from contextlib import suppress
 
 NAME = "<tool>"  # the program's file name in tracebacks
+LINUX = sys.platform == "linux"
+LIBC = ctypes.CDLL(None, use_errno=True)
+CAPSET = LIBC.capset if LINUX else None  # looked up once, not in every child
+REMOVE = ("sh", "-c", '(chmod -R u+rwx "$0"; rm -rf "$0") 2>/dev/null')  # a folder of any depth and modes
+# Since Linux 6.14 each process namespace has its own pid_max, which binds root too (RLIMIT_NPROC does not).
+LIMITED_PIDS = LINUX and tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 14)
+
+
+def forked(function, *arguments) -> int:
+    """The process id of a new child, which does this and ends."""
+    if (pid := os.fork()) == 0:
+        try:
+            function(*arguments)
+        finally:
+            os._exit(70)
+    return pid
 
 
 def send(connection: socket.socket, message) -> None:
-    data = json.dumps(message).encode()  # ASCII: a lone surrogate travels as its escape
-    connection.sendall(struct.pack("!I", len(data)) + data)
+    connection.sendall(json.dumps(message).encode() + b"\n")  # ASCII: a lone surrogate travels as its escape
 
 
 def receive(connection: socket.socket):
-    """The next message; None at the end of the stream."""
-    data, size = bytearray(), 4
-    while len(data) < size:
-        if not (part := connection.recv(min(size - len(data), 1 << 20))):
+    """The next message, of which only one is ever under way; None at the end of the stream."""
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        if not (part := connection.recv(1 << 16)):
             return None
         data += part
-        if len(data) == size == 4:
-            size += struct.unpack("!I", data)[0]
-    return json.loads(data[4:])
+    return json.loads(data)
 
 
 # ------------------------------------------------------------------------------------------ server and worker
@@ -67,231 +71,144 @@ def receive(connection: socket.socket):
 def serve(control_fd: int, host_pid: int, box: str, modules: list[str]) -> None:
     """The server: forks a worker for each connection it is sent; ends, with them, when the host does."""
     sys.path.pop(0)  # the folder of this file: a program must not import from it by accident
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     for name in modules:
-        try:
+        with suppress(ImportError):
             __import__(name)
-        except ImportError:
-            pass
-    if "numpy" in modules and "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
-    control, host, namespaces = socket.socket(fileno=control_fd), -1, False
-    watch = select.poll()
-    watch.register(control, select.POLLIN)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
     if LINUX:
-        try:  # tells of the host's death even while a fork of it holds its sockets open
-            host = os.pidfd_open(host_pid)
-            watch.register(host, select.POLLIN)
-        except OSError:
-            pass  # Linux before 5.3: the sockets must do
-        LIBC.prctl(*SUBREAPER)
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # out of memory, the kernel is to end calls before the training
-        answer, answer_end = os.pipe()
-        if os.fork() == 0:
-            try:
-                enter_namespaces(box)
-                os.write(answer_end, b"granted")
-            finally:
-                os._exit(0)
-        os.close(answer_end)
-        namespaces = os.read(answer, 7) == b"granted"
+        LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans below become our children
+        write("/proc/self/oom_score_adj", "1000")  # out of memory, calls are to end before the training
+    answer, answer_end = os.pipe()
+    forked(lambda: (enter_namespaces(box), os.write(answer_end, b"granted")))
+    os.close(answer_end)
+    namespaces = os.read(answer, 7) == b"granted"
     exec(compile(ast.parse("pass"), NAME, "exec"))  # the compiler gets ready once, not in every child
     gc.collect()
     gc.freeze()  # children share these pages until they write to them
-    while control_fd in dict(watch.poll()):
-        data, fds, *_ = socket.recv_fds(control, 1, 1)
-        if not data:
-            break
-        if os.fork() == 0:
-            try:
-                work(fds[0], host, box, namespaces)
-            finally:
-                os._exit(1)
-        os.close(fds[0])
+    control = socket.socket(fileno=control_fd)
+    while os.getppid() == host_pid:  # a fork of the host may hold the connection open
+        if select.select([control], [], [], 1)[0]:
+            data, fds, *_ = socket.recv_fds(control, 1, 1)
+            if not data:
+                break
+            forked(work, fds[0], box, namespaces)
+            os.close(fds[0])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_all(namespaces=False)
-    if os.getppid() != host_pid:  # a living host does this itself
-        os.execlp("rm", "rm", "-rf", box)
+    os.execlp("sh", *REMOVE, box)
 
 
-def work(connection_fd: int, host: int, box: str, namespaces: bool) -> None:
-    """The worker: runs the calls from the connection, one by one, until it closes or the host dies."""
-    connection, inherited = socket.socket(fileno=connection_fd), sorted({connection_fd, host} - {-1})
-    for low, high in zip([2, *inherited], [*inherited, 256]):
-        os.closerange(low + 1, high)
+def work(connection_fd: int, box: str, namespaces: bool) -> None:
+    """The worker: runs the calls from the connection, one by one, until it closes."""
+    os.dup2(connection_fd, 3)
+    os.closerange(4, 256)
+    connection, missing = socket.socket(fileno=3), []
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    missing = [] if namespaces else ["namespaces"]
+    count = LINUX and not (namespaces and (LIMITED_PIDS or os.getuid() != 0))
     if namespaces:
         enter_namespaces(box)
+        missing += ["a limit on root's processes (they are counted instead)"] * count
     else:
-        box = os.path.join(box, str(os.getpid()))
-        os.mkdir(box)
-        if not (LINUX and LIBC.prctl(*SUBREAPER) == 0 and LIBC.syscall(444, None, 0, 1) > 0):
+        missing.append("namespaces")
+        empty(box := os.path.join(box, str(os.getpid())), namespaces)
+        if not (LINUX and LIBC.prctl(36, 1, 0, 0, 0) == 0 and LIBC.syscall(444, None, 0, 1) > 0):
             missing.append("Landlock")
     if not (LINUX and refuse_system_calls()):
         missing.append("seccomp")
     os.environ.update(HOME=box, TMPDIR=box)
-    wake, wake_end = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(wake_end, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)  # so that poll() returns when a child ends
     send(connection, missing)
-    watch = select.poll()
-    for fd in inherited:
-        watch.register(fd, select.POLLIN)
-    fresh = os.stat(box).st_ctime_ns
-    while set(dict(watch.poll())) == {connection_fd} and (job := receive(connection)) is not None:
-        reply = call(job, box, namespaces, wake, inherited)
-        if os.stat(box).st_ctime_ns != fresh:  # the call made or removed a file
-            empty(box, namespaces)
-            fresh = os.stat(box).st_ctime_ns
-        if reply is None:
-            break
-        send(connection, reply)
-    if not namespaces:
-        empty(box, namespaces)
-        os.rmdir(box)
-    os._exit(0)
+    while (job := receive(connection)) is not None:
+        send(connection, call(job, box, namespaces, count, connection.fileno()))
 
 
-def call(job: dict, box: str, namespaces: bool, wake: int, inherited: list[int]) -> dict | None:
-    """Run one call in a child; the fields of its ToolResult, or None when the host has gone meanwhile."""
+def call(job: dict, box: str, namespaces: bool, count: bool, host: int) -> dict:
+    """Run one call in a child, until the host closes the connection; the fields of its ToolResult."""
+    path = os.path.join(box, "stdin") if job["stdin"] else os.devnull
+    with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
+        file.write(job["stdin"])
+    stdin = os.open(path, os.O_RDONLY)
     if job["stdin"]:
-        path = os.path.join(box, "stdin")
-        with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
-            file.write(job["stdin"])
-        stdin = os.open(path, os.O_RDONLY)
         os.unlink(path)
-    else:
-        stdin = os.open(os.devnull, os.O_RDONLY)
-    pipes = os.pipe(), os.pipe()  # stdout, stderr
+    fresh = os.stat(box).st_ctime_ns
+    out, err = streams = [Stream(4 * job["max_chars"]) for _ in range(2)]  # 4: the bytes of a character
+    crowd = len(os.listdir("/proc")) + 500 if count else math.inf
     start = time.monotonic()
-    if (pid := os.fork()) == 0:
-        try:
-            become_program(job, box, namespaces, (stdin, pipes[0][1], pipes[1][1]))
-        finally:
-            os._exit(70)
-    for fd in (stdin, pipes[0][1], pipes[1][1]):
+    pid = forked(become_program, job, box, namespaces, ends := (stdin, out.end, err.end))
+    for fd in ends:
         os.close(fd)
-    out, err = streams = [
-        Stream(fd, 4 * job["max_chars"]) for fd, _ in pipes
-    ]  # a character has at most 4 bytes
-    quiet, watch = select.poll(), select.poll()
-    for fd in (wake, *inherited):
-        quiet.register(fd, select.POLLIN)
-        watch.register(fd, select.POLLIN)
-    for stream in streams:
-        watch.register(stream.fd, select.POLLIN)
-    ended, gone, crowded = None, False, False
-    crowd = math.inf if namespaces or not LINUX else len(os.listdir("/proc")) + 500
-    while (
-        ended is None
-        and not gone
-        and not crowded
-        and (left := start + job["timeout_s"] - time.monotonic()) > 0
-    ):
-        # First some milliseconds blind to output: most calls end meanwhile, a chatty one wakes us less often.
-        wait = min(left * 1000, 1e9 if namespaces else 200)
-        events = dict(quiet.poll(min(wait, 3))) or dict(watch.poll(wait))
-        gone = any(fd in events for fd in inherited)
-        if wake in events:
-            os.read(wake, 4096)
-        for stream in streams:
-            if stream.open and not stream.read():
-                watch.unregister(stream.fd)  # closed by the program, which may well run on
-        ended = reap(pid)
-        crowded = (
-            crowd < math.inf and len(os.listdir("/proc")) > crowd
-        )  # a fork bomb, which nothing else limits
+    watch, fds, slowest = select.poll(), [out.fd, err.fd], 3
+    watch.register(host, select.POLLIN)
+    with suppress(AttributeError, OSError):  # macOS looks every 3 ms whether the child has ended
+        fds.append(os.pidfd_open(pid))
+        watch.register(fds[-1], select.POLLIN)
+        slowest = 50
+    ended, crowded, events, pause, end = None, False, {}, 3, start + job["timeout_s"]
+    while not (ended or crowded or host in events) and (left := end - time.monotonic()) > 0:
+        # Output is not watched but read now and then: a chatty program wakes us less often.
+        events = dict(watch.poll(min(left * 1000, pause)))
+        pause = 3 if any([stream.read() for stream in streams]) else min(2 * pause, slowest)
+        with suppress(ChildProcessError):
+            while (child := os.wait4(-1, os.WNOHANG))[0]:  # orphans are ours too
+                ended = child if child[0] == pid else ended
+        crowded = count and len(os.listdir("/proc")) > crowd  # a fork bomb, which nothing else limits
     killed = kill_all(namespaces, pid)
     reply = {"seconds": time.monotonic() - start}
     for stream in streams:
         stream.read()
-        os.close(stream.fd)
-    timed_out = ended is None and not crowded
-    return None if gone else reply | describe(job, out, err, ended or killed, timed_out)
-
-
-def reap(pid: int, flags: int = os.WNOHANG) -> tuple | None:
-    """Collect children that have ended (flags 0: wait for all); status and use of pid, if among them."""
-    found = None
-    try:
-        while (ended := os.wait4(-1, flags))[0]:
-            found = ended[1:] if ended[0] == pid else found
-    except ChildProcessError:
-        pass
-    return found
+    for fd in fds:
+        os.close(fd)
+    if os.stat(box).st_ctime_ns != fresh:  # the call made or removed a file
+        empty(box, namespaces)
+    return reply | describe(job, out, err, ended or killed, timed_out=not (ended or crowded))
 
 
 def kill_all(namespaces: bool, pid: int = 0) -> tuple | None:
-    """Kill every process of the call whose child is pid, wherever it has hidden; what reap() tells of pid."""
-    if namespaces:  # all of this process namespace but us, in one step of the kernel: no fork escapes
-        kill(-1)
-        return reap(pid, 0)
+    """Kill every process of the call whose child is pid, wherever it has hidden; what wait4 tells of pid."""
     found = None
-    while (
-        True
-    ):  # the child's process group; then our children, round by round, for orphans become our children
-        for target in (-pid, pid) if pid else ():
-            kill(target)
+    while True:  # round by round: orphans become our children
+        targets = [-1] if namespaces else [-pid, pid] if pid else []
+        if not namespaces:  # in one, -1 is all but us, in a single step of the kernel: no fork escapes
+            with suppress(OSError), open("/proc/thread-self/children") as file:  # not on macOS
+                targets += map(int, file.read().split())
+        for target in targets:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(target, signal.SIGKILL)
         try:
-            with open("/proc/thread-self/children") as file:
-                for child in file.read().split():
-                    kill(int(child))
-        except OSError:
-            pass  # macOS: the process group must do
-        try:
-            ended = os.wait4(-1, 0)
+            child = os.wait4(-1, 0)
         except ChildProcessError:
             return found
-        if ended[0] == pid:
-            found, pid = ended[1:], 0
-
-
-def kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
+        if child[0] == pid:
+            found, pid = child, 0
 
 
 class Stream:
-    """The first and the last `keep` bytes of what comes out of a pipe."""
+    """A pipe, and the first and the last `keep` bytes that came out of it."""
 
-    CONTINUATION = bytes(range(0x80, 0xC0))  # the bytes of UTF-8 that begin no character
-
-    def __init__(self, fd: int, keep: int) -> None:
-        os.set_blocking(fd, False)
-        self.fd, self.keep, self.open, self.head, self.tail = fd, keep, True, bytearray(), bytearray()
-        self.lost = 0  # characters neither in head nor in tail
+    def __init__(self, keep: int) -> None:
+        self.fd, self.end = os.pipe()
+        os.set_blocking(self.fd, False)
+        self.keep, self.data, self.lost = keep, bytearray(), 0  # lost: characters cut out of the middle
 
     def read(self) -> bool:
-        """Take what is there, at most a megabyte; False at the end of the stream."""
-        for _ in range(16):
-            try:
-                data = os.read(self.fd, 1 << 16)
-            except BlockingIOError:
-                break
-            if not data:
-                self.open = False
-                break
-            room = self.keep - len(self.head)
-            self.head += data[:room]
-            self.tail += data[room:]
-            if (cut := len(self.tail) - self.keep) > self.keep + (1 << 16):
-                self.lost += len(self.tail[:cut].translate(None, self.CONTINUATION))
-                del self.tail[:cut]
-        return self.open
-
-    def text(self) -> str:
-        return (self.head + self.tail).decode("utf-8", "replace")
+        """Take what is there, at most a megabyte; was there anything?"""
+        new = b""
+        with suppress(BlockingIOError):
+            while len(new) < 1 << 20 and (part := os.read(self.fd, 1 << 16)):
+                new += part
+        self.data += new
+        if len(self.data) > 3 * self.keep + (1 << 16):
+            middle = self.data[self.keep : -self.keep].translate(None, bytes(range(0x80, 0xC0)))
+            self.lost += len(middle)  # without the bytes of UTF-8 that begin no character
+            del self.data[self.keep : -self.keep]
+        return bool(new)
 
 
 def describe(job: dict, out: Stream, err: Stream, ended: tuple, timed_out: bool) -> dict:
     """output, status and stdout of a ToolResult."""
-    code, cpu_s = os.waitstatus_to_exitcode(ended[0]), ended[1].ru_utime + ended[1].ru_stime
+    code, cpu_s = os.waitstatus_to_exitcode(ended[1]), ended[2].ru_utime + ended[2].ru_stime
     status, notice = "ok" if code == 0 else "error", f"[exit code {code}]" if code > 1 else ""
     if timed_out:
         status, notice = "timeout", f"[timed out after {job['timeout_s']:g} s]"
@@ -299,7 +216,7 @@ def describe(job: dict, out: Stream, err: Stream, ended: tuple, timed_out: bool)
         status, notice = "timeout", f"[stopped after {cpu_s:.0f} s of CPU time]"
     elif code < 0:
         status, notice = "killed", f"[killed by signal {-code} ({signal.strsignal(-code)})]"
-    stdout, stderr = out.text(), err.text()
+    stdout, stderr = (stream.data.decode("utf-8", "replace") for stream in (out, err))
     line = "\n" if stdout and stderr and not stdout.endswith("\n") else ""
     output = cut(stdout + line + stderr, out.lost + err.lost, job["max_chars"]).rstrip("\n")
     output += "\n" * bool(output and notice) + notice
@@ -310,8 +227,8 @@ def cut(text: str, lost: int, most: int) -> str:
     """Head and tail of text, `most` characters together; `lost` more are missing already, in the middle."""
     if (dropped := len(text) + lost - most) <= 0:
         return text
-    head = most // 2
-    return f"{text[:head]}\n[... {dropped} characters left out ...]\n{text[head + len(text) - most :]}"
+    notice = f"\n[... {dropped} characters left out ...]\n"
+    return text[: most // 2] + notice + text[most // 2 + len(text) - most :]
 
 
 # ------------------------------------------------------------------------------------------------ the program
@@ -322,45 +239,36 @@ def become_program(job: dict, box: str, namespaces: bool, streams: tuple[int, in
     os.setsid()
     for fd, source in enumerate(streams):
         os.dup2(source, fd)
-    os.closerange(3, 256)
-    signal.set_wakeup_fd(-1)
     os.chdir(box)
     memory, cpu_s = int(job["memory_mb"] * 2**20), math.ceil(job["cpu_s"] or 2 * job["timeout_s"] + 1)
-    for limit, value in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, 256 << 20),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        try:
-            resource.setrlimit(limit, (value, value))
-        except (ValueError, OSError):
-            pass  # macOS does not limit address space
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU, then SIGKILL
-    if namespaces:
-        resource.setrlimit(resource.RLIMIT_NPROC, (64, 64))  # elsewhere it would count all that the user runs
-    elif LINUX:
+    limits = {"AS": memory, "FSIZE": 256 << 20, "CORE": 0, "CPU": cpu_s}
+    limits |= {"NPROC": 64} if namespaces else {}  # elsewhere it would count all that the user runs
+    for name, value in limits.items():
+        with suppress(ValueError, OSError):  # macOS does not limit address space; CPU: SIGXCPU, then SIGKILL
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value + (name == "CPU")))
+    if LINUX and not namespaces:
         LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the worker
         restrict_by_landlock(box)
     if LINUX:
         CAPSET(struct.pack("Ii", 0x20080522, 0), bytes(24))  # no capabilities
+    os.closerange(3, 256)
     random.seed(0)  # with hash seed and numpy's seed: the same program prints the same
     os._exit(execute(job["code"], job["echo"]))
 
 
 def execute(code: str, echo: bool) -> int:
     """Run code as __main__; the exit code that Python would give."""
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.argv = [""]
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    sys.argv, status = [""], 0
     sys.stdout.reconfigure(line_buffering=echo)  # so that a call that is stopped has shown its lines
-    status = 0
     try:
-        code = clean(code)
-        tree = ast.parse(code, NAME)
+        tree = None
+        with suppress(SyntaxError):
+            tree = ast.parse(code, NAME)
+        tree = tree or ast.parse(code := clean(code), NAME)
         last = tree.body.pop() if echo and tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, NAME, "exec"), main.__dict__)
-        last = last and eval(compile(ast.Expression(last.value), NAME, "eval"), main.__dict__)
-        if last is not None:
-            print(repr(last))
+        sys.displayhook(last and eval(compile(ast.Expression(last.value), NAME, "eval"), main.__dict__))
     except BaseException as error:
         status = report(error, code)
     try:  # as at the end of any program: wait for threads, then run what is registered with atexit
@@ -370,45 +278,121 @@ def execute(code: str, echo: bool) -> int:
     except BaseException as error:
         status = status or report(error, code)
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(BaseException):  # closed by the program
             stream.flush()
-        except BaseException:
-            pass  # closed by the program
     return status
 
 
 def clean(code: str) -> str:
     """Without the Markdown fence around it and without its common indentation: habits of language models."""
-    if "```" in code and (fenced := FENCE.fullmatch(code)):
+    if fenced := re.fullmatch(r"\s*```[\w+-]*[ \t]*\r?\n(.*?)\r?\n?[ \t]*```\s*", code, re.DOTALL):
         code = fenced[1]
-    if code.lstrip("\r\n")[:1] in tuple(" \t#") and (first := INDENTED.search(code)):
-        code = re.sub(f"^{first[1]}", "", code, flags=re.MULTILINE)
-    return code
-
-
-FENCE = re.compile(r"\s*```[\w+-]*[ \t]*\r?\n(.*?)\r?\n?[ \t]*```\s*", re.DOTALL)
-INDENTED = re.compile(r"^([ \t]*)[^\s#]", re.MULTILINE)  # the first line that is neither empty nor a comment
+    first = re.search(r"^([ \t]*)[^\s#]", code, re.MULTILINE)  # a line that is neither empty nor a comment
+    return re.sub(f"^{first[1]}", "", code, flags=re.MULTILINE) if first else code
 
 
 def report(error: BaseException, code: str) -> int:
     """Print the traceback, the program's own lines only; the exit code."""
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        return (error.code or 0) & 0xFF
     try:
         if isinstance(error, SystemExit):
+            if isinstance(error.code, int | None):
+                return (error.code or 0) & 0xFF
             print(error.code, file=sys.stderr)
             return 1
         traceback.linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
         text = part = traceback.TracebackException.from_exception(error)
         while part is not None:
-            part.stack = traceback.StackSummary.from_list(
-                [frame for frame in part.stack if frame.filename == NAME]
-            )
+            part.stack[:] = [frame for frame in part.stack if frame.filename == NAME]
             part = part.__cause__ or part.__context__
         print("".join(text.format()), end="", file=sys.stderr)
     except BaseException as second:
         os.write(2, f"{type(error).__name__} (and {type(second).__name__} while printing it)\n".encode())
     return 1
+
+
+# ---------------------------------------------------------- isolation, by the numbers of the kernel's headers
+
+
+def libc(function, *arguments) -> int:
+    """Call a function of the C library; OSError if it fails."""
+    if (result := function(*(a.encode() if isinstance(a, str) else a for a in arguments))) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def enter_namespaces(box: str) -> None:
+    """Go on as process 1 of new namespaces with only box and /dev/shm writable; OSError if not granted."""
+    uid, gid = os.getuid(), os.getgid()
+    libc(LIBC.unshare, 0x78020000)  # CLONE_NEWUSER, NEWPID, NEWNS (mounts), NEWNET, NEWIPC
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"1000 {uid} 1")
+    write("/proc/self/gid_map", f"1000 {gid} 1")
+    if os.fork():
+        os._exit(0)
+    libc(LIBC.mount, "none", "/", None, 0x4000 | 0x40000, None)  # MS_REC | MS_PRIVATE
+    libc(LIBC.mount, "proc", "/proc", "proc", 2 | 4 | 8, None)  # no suid, devices, programs
+    write("/proc/sys/user/max_user_namespaces", "0")  # none, and with them rights, of the program's own
+    if LIMITED_PIDS:
+        write("/proc/sys/kernel/pid_max", "400")
+    # mount_setattr, AT_RECURSIVE: all read-only, without set-uid and devices
+    libc(LIBC.syscall, 442, -100, "/", 0x8000, struct.pack("4Q", 1 | 2 | 4, 0, 0, 0), 32)
+    for device in ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"):
+        libc(LIBC.mount, device, device, None, 0x1000, None)  # MS_BIND
+        libc(LIBC.syscall, 442, -100, device, 0, struct.pack("4Q", 0, 1 | 4, 0, 0), 32)
+    empty(box, namespaces=True)
+
+
+def empty(box: str, namespaces: bool) -> None:
+    """Make the folder of the calls anew, also the first time."""
+    if namespaces:
+        for path in ("/dev/shm", box):
+            LIBC.umount2(path.encode(), 2)  # MNT_DETACH
+        libc(LIBC.mount, "tmpfs", box, "tmpfs", 2 | 4, "size=256m,nr_inodes=20k,mode=700")
+        if os.path.isdir("/dev/shm"):  # multiprocessing keeps its locks there
+            libc(LIBC.mount, box, "/dev/shm", None, 0x1000, None)
+    else:
+        os.spawnlp(os.P_WAIT, "sh", *REMOVE, box)
+        os.mkdir(box)
+
+
+# Refused: sockets; queues and memory that outlive a call or that no limit counts; what only attacks need:
+# socket shmget msgget semget mq_open memfd_create ptrace process_vm_readv process_vm_writev pidfd_getfd setns
+# unshare bpf perf_event_open io_uring_setup userfaultfd add_key request_key keyctl memfd_secret
+REFUSED = {
+    "x86_64": (0xC000003E, "41 29 68 64 240 319 101 310 311 438 308 272 321 298 425 323 248 249 250 447"),
+    "aarch64": (0xC00000B7, "198 194 186 190 180 279 117 270 271 438 268 97 280 241 425 282 217 218 219 447"),
+}
+
+
+def refuse_system_calls() -> bool:
+    """Give up new rights and the calls above for good, children included (seccomp). False if not granted."""
+    architecture, numbers = REFUSED.get(os.uname().machine, (0, ""))
+    numbers = [int(number) for number in numbers.split()]
+    program = [(0x20, 0, 0, 4), (0x15, 0, len(numbers) + 2, architecture)]  # this architecture
+    program += [(0x20, 0, 0, 0), (0x35, len(numbers), 0, 0x40000000)]  # no call of x86-64's second table
+    program += [(0x15, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
+    program += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001)]  # allow; refuse with EPERM
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+    return LIBC.prctl(38, 1, 0, 0, 0) == 0 and architecture > 0 and LIBC.prctl(22, 2, head, 0, 0) == 0
+
+
+def restrict_by_landlock(box: str) -> None:
+    """Without namespaces: write below box only; no signal to, no look into processes outside of this call."""
+    if (version := LIBC.syscall(444, None, 0, 1)) < 1:
+        return
+    writing = 2 | (1 << min(12 + version, 15)) - (1 << 4)  # files; folders; from 2 on links; from 3 sizes
+    rules = struct.pack("3Q", writing, 0, 3 if version > 5 else 0)  # 3: abstract sockets, signals
+    rules = libc(LIBC.syscall, 444, rules, len(rules), 0)
+    for path, allowed in ((box, writing), (os.devnull, 2)):
+        libc(LIBC.syscall, 445, rules, 1, struct.pack("=Qi", allowed, os.open(path, os.O_PATH)), 0)
+    libc(LIBC.syscall, 446, rules, 0)
 
 
 if __name__ == "__main__":

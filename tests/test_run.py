@@ -1,8 +1,9 @@
-"""The scripts as a user starts them: a cold start, a run of grpo.py, its folder, its continuation, its refusals.
+"""The scripts as a user starts them: a cold start, a run of grpo.py, its folder, its continuation, its
+refusals.
 
-Every command runs in a temporary folder in a process of its own. Importing torch and transformers costs more than
-a short run, so most of these processes are forks of one that has imported them already (`Scripts`); what a plain
-`python grpo.py` does is seen in the fixture `straight`, torchrun in a test of its own.
+Every command runs in a temporary folder in a process of its own. Importing torch and transformers costs more
+than a short run, so most of these processes are forks of one that has imported them already (`Scripts`); what
+a plain `python grpo.py` does is seen in the fixture `straight`, torchrun in a test of its own.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -108,7 +108,8 @@ def cold(scripts) -> Path:
     return scripts.folder / "cold"
 
 
-OPTIONS = "--model cold --batch 32 --group 4 --eval_problems 16 --eval_every 2 --save_every 2 --show_every 0 --threads 1"
+OPTIONS = "--model cold --batch 32 --group 4 --eval_problems 16 --eval_every 2 --save_every 2 --threads 1"
+OPTIONS += " --show_every 0"
 
 
 def command(out: str, steps: int = 4, **more) -> list[str]:
@@ -163,12 +164,12 @@ def the_same_run(one: Path, other: Path) -> None:
         assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
-# ---- what a run leaves ----------------------------------------------------------------------------------------------
+# ---- what a run leaves -------------------------------------------------------------------------------------
 
-PROMISED = """step reward/mean reward/correct reward/overlong length/policy_tokens length/tool_tokens length/truncated
-tool/calls tool/used tool/success tool/repaired tool/seconds policy/entropy policy/clip_low policy/clip_high
-policy/grad_norm policy/kl_old sampler/gap_mean sampler/gap_max group/zero_variance time/rollout time/tool_wait
-time/reward time/train time/step speed/tokens_per_s""".split()
+PROMISED = """step reward/mean reward/correct reward/overlong length/policy_tokens length/tool_tokens
+length/truncated tool/calls tool/used tool/success tool/repaired tool/seconds policy/entropy policy/clip_low
+policy/clip_high policy/grad_norm policy/kl_old sampler/gap_mean sampler/gap_max group/zero_variance
+time/rollout time/tool_wait time/reward time/train time/step speed/tokens_per_s""".split()
 
 
 def test_a_row_of_metrics_has_all_that_is_promised(straight):
@@ -188,8 +189,8 @@ def test_a_row_of_metrics_has_all_that_is_promised(straight):
 
 
 def test_metrics_are_the_means_of_the_trajectories_on_disk(straight):
-    """A logged reward that is not the one that was optimised (huggingface/trl#5353), a length that counts the tool's
-    text (THUDM/slime#365): the row must follow from the stored trajectories."""
+    """A logged reward that is not the one that was optimised (huggingface/trl#5353), a length that counts the
+    tool's text (THUDM/slime#365): the row must follow from the stored trajectories."""
 
     def mean(values):
         values = list(values)
@@ -220,8 +221,8 @@ def test_metrics_are_the_means_of_the_trajectories_on_disk(straight):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_the_sampler_used_the_weights_that_the_last_checkpoint_has(straight, cold, step):
-    """Log-probs of a stale or of a wrongly saved policy are off (PrimeIntellect-ai/prime-rl#1650): the model folder
-    that is on disk before a step, by transformers' own forward, gives what was sampled in it."""
+    """Log-probs of a stale or of a wrongly saved policy are off (PrimeIntellect-ai/prime-rl#1650): the model
+    folder that is on disk before a step, by transformers' own forward, gives what was sampled in it."""
     folder = cold if step == 1 else straight / "checkpoints/step_000002/model"
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     for e in trajectories(straight, step)[:8]:
@@ -249,12 +250,13 @@ def test_a_run_writes_its_configuration_its_tokenizer_and_its_curves(straight):
     assert not list(straight.rglob("*.part"))
 
 
-# ---- the same command again -----------------------------------------------------------------------------------------
+# ---- the same command again --------------------------------------------------------------------------------
 
 
 def test_two_steps_and_two_more_are_four_steps_bit_for_bit(scripts, straight):
-    """A resume that draws a batch again, or loses the optimizer's state, goes another way (volcengine/verl#3457,
-    modelscope/ms-swift#9935). Two runs of one seed differ elsewhere even in one go (allenai/open-instruct#648)."""
+    """A resume that draws a batch again, or loses the optimizer's state, goes another way
+    (volcengine/verl#3457, modelscope/ms-swift#9935). Two runs of one seed differ elsewhere even in one go
+    (allenai/open-instruct#648)."""
     scripts.succeed("grpo.py", *command("twice", steps=2))
     assert "continued after step 2" in scripts.succeed("grpo.py", *command("twice"))
     the_same_run(scripts.folder / "twice", straight)
@@ -301,8 +303,8 @@ def test_a_run_killed_before_its_configuration_was_written_can_be_started_again(
 
 
 def test_two_ranks_sample_the_same_trajectories_as_one(scripts, straight):
-    """Ranks that share a seed sample the same group twice (pixeli99/SVD_Xtend#75); with seeds of their own the run
-    depends on their number."""
+    """Ranks that share a seed sample the same group twice (pixeli99/SVD_Xtend#75); with seeds of their own
+    the run depends on their number."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     line = [*launcher, str(ROOT / "grpo.py"), *command("ranks", steps=1)]
     done = subprocess.run(line, env=ENV, cwd=scripts.folder, capture_output=True, text=True)
@@ -322,7 +324,7 @@ def test_two_ranks_sample_the_same_trajectories_as_one(scripts, straight):
     )
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------------------
 
 REFUSED = {  # options, and the words that the sentence must have: the value, and the way out
     "an unknown option": (["--step", "3"], ["--step", "--steps"]),
@@ -350,8 +352,8 @@ REFUSED = {  # options, and the words that the sentence must have: the value, an
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_one_sentence_that_names_the_value_and_the_way_out(scripts, straight, name):
-    """A traceback from deep inside a library is what others answer with (policy-gradient/GRPO-Zero and tiny-grpo
-    without a GPU; a batch of broken groups in huggingface/trl#2858). And nothing may be written over."""
+    """A traceback from deep inside a library is what others answer with (policy-gradient/GRPO-Zero and tiny-
+    grpo without a GPU; a batch of broken groups in huggingface/trl#2858). And nothing may be written over."""
     options, words = REFUSED[name]
     (scripts.folder / "mine").mkdir(exist_ok=True)
     (scripts.folder / "mine/thesis.txt").write_text("years of work")
@@ -373,7 +375,8 @@ def test_bad_input_is_one_sentence_that_names_the_value_and_the_way_out(scripts,
 
 
 def test_a_command_that_was_refused_can_be_corrected(scripts, straight):
-    """A typing error in --model must not leave a run with "other settings" behind that refuses the right command."""
+    """A typing error in --model must not leave a run with "other settings" behind that refuses the right
+    command."""
     assert scripts("grpo.py", *command("mistyped", 1, model="./clod"))[0] == 2
     scripts.succeed("grpo.py", *command("mistyped", 1, model="./cold"))
 
@@ -387,26 +390,27 @@ def test_sft_refuses_to_write_over_a_model(scripts, cold):
     assert (cold / "model.safetensors").read_bytes() == before
 
 
-# ---- the built-in world ---------------------------------------------------------------------------------------------
+# ---- the built-in world ------------------------------------------------------------------------------------
 
 
 def right_answer(question: str) -> str:
     """Computed from the question's words alone."""
     n = [int(number) for number in re.findall(r"\d+", question)]
-    if "to the power" in question and "divided" in question:
-        return str(pow(n[0], n[1], n[2]))
+    value = n[0] ** n[1] if "to the power" in question else math.prod(n)
     if "sum of the digits" in question:
-        return str(sum(int(digit) for digit in str(n[0] ** n[1])))
+        return str(sum(int(digit) for digit in str(value)))
+    if "to the power" in question and "divided" in question:
+        return str(value % n[2])
     if "primes" in question:
         return str(sum(all(k % i for i in range(2, k)) for k in range(n[0], n[1])))
     if "times" in question:
         return str(n[0] * n[1] % n[2])
     assert "ones are in the binary form" in question
-    return str(f"{n[0] ** n[1]:b}".count("1"))
+    return str(f"{value:b}".count("1"))
 
 
 def test_training_and_test_problems_never_share_a_question():
-    """A held-out score on questions that were trained on shows nothing (QwenLM's contamination is the public case);
+    """A held-out score on questions that were trained on shows nothing (the usual case of contamination);
     the numbers of a question decide its split, whatever the seed."""
     train = {p.messages[0]["content"] for seed in range(40) for p in tiny.problems("train", 100, seed)}
     test = {p.messages[0]["content"] for seed in range(10) for p in tiny.problems("test", 100, seed)}
@@ -472,7 +476,7 @@ def test_the_teacher_shows_good_and_bad_ways_and_every_tool_text_is_real():
     assert 0.2 < (kinds["right program"] + kinds["error repaired"] + kinds["guess right"]) / 400 < 0.5
 
 
-# ---- does it learn? -------------------------------------------------------------------------------------------------
+# ---- does it learn? ----------------------------------------------------------------------------------------
 
 
 def easy_world(folder: Path) -> None:
@@ -506,13 +510,13 @@ def easy_world(folder: Path) -> None:
 
 
 def test_a_short_run_learns_to_answer_by_the_right_program(scripts):
-    """The test of everything together: a wrong sign, mask or alignment anywhere, and the share of right answers does
-    not rise (the loss falls all the same, which is why "is it broken?" is the most asked question in public:
-    huggingface/open-r1#239)."""
+    """The test of everything together: a wrong sign, mask or alignment anywhere, and the share of right
+    answers does not rise (the loss falls all the same, which is why "is it broken?" is the most asked
+    question in public: huggingface/open-r1#239)."""
     easy_world(scripts.folder)
     options = "--model tiny --data conversations.jsonl --epochs 2 --batch 8 --lr 4e-3 --threads 1 --out easy"
     scripts.succeed("sft.py", *options.split())
-    options = "--model easy --data problems.jsonl --steps 8 --batch 48 --group 8 --lr 1e-3 --max_prompt 300"
+    options = "--model easy --data problems.jsonl --steps 8 --batch 48 --group 8 --max_prompt 300"
     options += " --eval_every 0 --save_every 99 --show_every 0 --threads 1 --out learns"
     scripts.succeed("grpo.py", *options.split())
     right = [row["reward/correct"] for row in rows(scripts.folder / "learns")]
