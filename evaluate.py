@@ -70,14 +70,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_at_k(answers: list[str | None], correct: list[bool]) -> float:
     """Score of the answer that most of the k samples give.
 
-    Answers that math_correct calls equal vote together and score the mean of their voters' marks. Ties share,
+    Answers that same_answer calls equal vote together and score the mean of their voters' marks. Ties share,
     and votes are sorted, so the order of samples has no say. None never wins over an answer; all None is 0.
     """
     if len(answers) != len(correct):
         raise ValueError(f"{len(answers)} answers but {len(correct)} marks")
     groups = {}  # spelling -> marks of its voters
     for answer, mark in sorted((a, m) for a, m in zip(answers, correct) if a is not None):
-        same = (g for g in groups if g == answer or reward.math_correct(f"\\boxed{{{g}}}", answer))
+        same = (spelling for spelling in groups if reward.same_answer(spelling, answer))
         groups.setdefault(next(same, answer), []).append(mark)
     most = max(map(len, groups.values()), default=0)
     winners = [sum(votes) / most for votes in groups.values() if len(votes) == most]

@@ -34,7 +34,7 @@ counts = Counter()  # comparisons that ended as "unparsable_gold", "timeout" or 
 # ---------------------------------------------------------------- one spelling, plain numbers
 
 _PLAIN = r"""−→-|–→-|×→\times |·→\cdot |⋅→\cdot |π→\pi |∞→\infty |≤→<=|≥→>=|°→^\circ |²→^2 |³→^3 |~→ |{,}→,
-**→^|\!→|\dfrac→\frac|\tfrac→\frac|\cfrac→\frac|\varnothing→\emptyset|\mathbb{R}→(-\infty,\infty)|\displaystyle→"""
+**→^|\!→|\dfrac→\frac|\tfrac→\frac|\cfrac→\frac|\mathbb{R}→\mathbb R|\mathbb R→(-\infty,\infty)"""
 _PLAIN = [pair.split("→") for pair in re.split(r"[|\n]", _PLAIN)]
 _STYLE = r"\\(?:text|math|mbox|operatorname|boldsymbol|bm)(?:bf|it|rm|sf)?"
 _unwrapped = functools.partial(re.compile(rf"{_STYLE}\s*\{{([^{{}}]*)\}}").sub, r"\1")  # \text{29} -> 29
@@ -44,7 +44,7 @@ _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _POWER = rf"(?<=[\w)\]}}])\s*(\\text\s*\{{)?\s*({'|'.join(_POWERS)})\b"
 _REWRITES = [
     (r"^\s*(?:\\\(|\\\[|\$+)(.*?)(?:\\\)|\\\]|(?<!\\)\$+)\s*$", r"\1"),  # delimiters around the whole answer
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])", ""),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", ""),
     (r"(?<!\\)\\[,;:> \n]|\\q?quad(?![A-Za-z])|[\s\u00a0]+", " "),
     (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\\frac{\1\2}{\3\4}"),
     (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
@@ -53,7 +53,7 @@ _REWRITES = [
     (_MATRIX, lambda f: "[[" + f[1].replace("&", ",").replace(r"\\", "],[") + "]]"),  # [[1,2],[3,4]]
     (rf"\s*,?(?:\s*{_STYLE}\s*\{{\s*,?\s*(?:and|or)\s*,?\s*\}}|\s(?:and|or)\s)", ", "),
     (r"\\([lg])eq?(?:slant)?(?![A-Za-z])", lambda f: "<=" if f[1] == "l" else ">="),
-    (r"\\\{\s*\\\}", r"\\emptyset"),
+    (r"\\\{\s*\\\}|\\varnothing", r"\\emptyset"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", r"\\text{degree}"),
     (r"^\s*(-?)\s*\\?([$€])\s*(.*?)[\s.]*$", r"\1\3\\text{\2}"),
     (r"\\?%|\\text\{\s*percent\s*\}|\s+percent$", "%"),
@@ -174,7 +174,7 @@ def equal(gold: str, pred: str) -> bool | None:
     if unit and pred_unit and unit != pred_unit:
         return False
     if gold.endswith("%") != pred.endswith("%"):  # 45% is 0.45, and below 45
-        if equal(*(f"({text[:-1]})/100" if text.endswith("%") else text for text in (gold, pred))):
+        if equal(*(re.sub("%$", r"\\cdot10^{-2}", text) for text in (gold, pred))):
             return True
     gold, pred = (_interval(text.rstrip("% ")) for text in (gold, pred))
     sides = [_split(text, r"(?<![<>!:])=(?!=)|\\in(?![A-Za-z])") for text in (gold, pred)]
@@ -203,7 +203,7 @@ def _equations_equal(gold: list[str], pred: list[str]) -> bool | None:
         if _squeeze(gold[0]) == _squeeze(pred[0]):
             return equal(gold[-1], pred[-1])
         differences = [f"({sides[0]})-({sides[1]})" for sides in (gold, pred)]
-        return len(gold) == len(pred) == 2 and _values_equal(*differences, up_to_factor=True)
+        return len(gold) == len(pred) == 2 and bool(_values_equal(*differences, up_to_factor=True))
     name = re.sub(r"_\{[^{}]*\}|_.|\([^()]*\)", "", max(gold, pred, key=len)[0])
     if len(gold) > 1:
         return not re.search(r"[\d+*/^-]", name) and equal(gold[-1], pred[0])
@@ -213,21 +213,24 @@ def _equations_equal(gold: list[str], pred: list[str]) -> bool | None:
 def _values_equal(gold: str, pred: str, up_to_factor: bool = False) -> bool | None:
     """Compare by value, at several points where there are variables. None: gold cannot be read."""
     import sympy
+    from math_verify import verify
 
     if re.search(r"[\d}]\s*_\s*[\d{]|\b\d\d?:[0-5]\d\b|['\"`;@#]|__", f"{gold} {pred}"):
         return _squeeze(gold) == _squeeze(pred)  # 204_5 (base 5), 2:30, f' are misread; and no Python, please
     a, b = _read(gold), _read(pred)
-    if a is None:
-        return None
-    if any(not isinstance(e, sympy.Expr) or e.has(sympy.oo, -sympy.oo) for e in (a, b)):
-        return a == b  # sets, relations, or b cannot be read
-    names, draw, pairs = sorted(a.free_symbols | b.free_symbols, key=str), random.Random(0), []
-    for ends in [(0.2, 0.9), (1.1, 2.9), (-2.9, -0.3), (0.2, 3.1), (-1.9, 1.9)] if names else [(0, 1)]:
-        point = {name: sympy.Rational(str(round(draw.uniform(*ends), 4))) for name in names}
-        pairs.append((_value(a.subs(point)), _value(b.subs(point))))
+    if a is None or b is None:
+        return None if a is None else False
+    pairs, draw = [], random.Random(0)
+    if all(isinstance(e, sympy.Expr) and not e.has(sympy.oo, -sympy.oo) for e in (a, b)):
+        names = sorted(a.free_symbols | b.free_symbols, key=str)
+        for ends in [(0.2, 0.9), (1.1, 2.9), (-2.9, -0.3), (0.2, 3.1), (-1.9, 1.9)] if names else [(0, 1)]:
+            point = {name: sympy.Rational(str(round(draw.uniform(*ends), 4))) for name in names}
+            pairs.append((_value(a.subs(point)), _value(b.subs(point))))
     pairs = [pair for pair in pairs if pair != (None, None)]
-    if not pairs or any(None in pair for pair in pairs):
-        return not pairs and a == b  # unknown functions
+    if not pairs:  # sets, relations, unknown functions
+        return verify(a, b, timeout_seconds=None, allow_set_relation_comp=True)
+    if any(None in pair for pair in pairs):
+        return False
     if up_to_factor:
         ratios = [x[0] / y[0] if y[0] else 0 for x, y in pairs]
         return len(ratios) > 1 and all(r and _close((r,), (ratios[0],), 0) for r in ratios)
@@ -278,7 +281,7 @@ def same_answer(gold: str, answer: str) -> bool:
     numbers = [_number(clean(text)) for text in (gold, answer)]
     if None not in numbers:
         (a, p), (b, q) = numbers
-        return _close((a,), (b,), max(p, q))
+        return a == b or (max(p, q) > 0 and _close((a,), (b,), max(p, q)))
     verdict = _process.ask(gold, answer)
     if verdict not in ("True", "False"):
         counts[verdict] += 1

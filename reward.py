@@ -24,9 +24,11 @@ _BARE = r"(?![A-Za-z]{2})(?:\\[A-Za-z]+ ?|\\[%,!{}]|\{[^{}]*\}|[^\s${}\\])+"  # 
 
 def _last_box(text: str) -> tuple[str | None, bool]:
     """(last complete box or None, whether a box that is empty or never closed comes after it)."""
-    name, withdrawn = r"\boxed" if r"\boxed" in text else r"\fbox", False
-    found = re.compile(rf"\{name}\s*").finditer(text, max(0, text.find(name)))
-    for start in [box.end() for box in found][:-20:-1]:  # a policy may repeat \boxed{ for ever
+    name, withdrawn, at = r"\boxed" if text.rfind(r"\boxed") >= 0 else r"\fbox", False, len(text)
+    for _ in range(20):  # a policy may repeat \boxed{ for ever
+        if (at := text.rfind(name, 0, at)) < 0:
+            break
+        start = re.compile(r"\s*").match(text, at + len(name)).end()
         content, depth = "", 0
         if text[start : start + 1] == "{":
             for brace in re.compile(r"\\.|[{}]", re.S).finditer(text, start):
@@ -155,8 +157,8 @@ def code_score(
 ) -> float:
     """1.0 if the program of `response` passes every test, else 0.0 (partial: the share of tests passed).
 
-    tests      {"inputs": [...], "outputs": [...], "fn_name"?: str}: texts; with fn_name lists of arguments (or
-               JSON text, one a line) and values (or JSON text)
+    tests      {"inputs": [...], "outputs": [...], "fn_name"?: str}: texts; with fn_name lists of arguments
+               (or JSON text, one a line) and values (or JSON text)
     timeout_s  CPU seconds a test; a test that only waits ends a little later
     tool       a PythonTool; without one a shared one is started on first need
 

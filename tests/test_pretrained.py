@@ -218,7 +218,7 @@ def test_one_update_on_five_problems_makes_good_trajectories_likelier_than_bad_o
         Problem(shown_how(p.messages[0]["content"], 2), p.answer, p.kind, p.family, p.id) for p in PROBLEMS
     ]
     config = grpo.Config(
-        mini_batches=1, max_prompt=300, max_new_tokens=32, overlong_buffer=10, max_turns=2, max_rows=10,
+        mini_batches=1, max_prompt=300, max_new_tokens=48, overlong_buffer=10, max_turns=2, max_rows=10,
         describe_tool=False,
     )  # fmt: skip
     try:

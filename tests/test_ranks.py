@@ -77,8 +77,12 @@ def cold_start(batch: int, tokens_per_row: int) -> dict:
     model = make_model(tied=True)
     examples = [(e["ids"], e["mask"]) for e in make_episodes(model, 10)]
     policy = net.shard(net.Policy(model), "cpu")
-    config = sft.Config(batch=batch, epochs=1.0, lr=1e-3, tokens_per_row=tokens_per_row)
-    return {"losses": sft.train(policy, examples, config), "weights": whole(policy)}
+    config = sft.Config(batch=batch, epochs=1.0, lr=0.02, clip_norm=1e9, tokens_per_row=tokens_per_row)
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # Adam's step hides a gradient that is `ranks` times too large
+        patch.setattr(torch.optim, "AdamW", lambda weights, **_: torch.optim.SGD(weights, lr=0.0))
+        return {"losses": sft.train(policy, examples, config), "weights": whole(policy)}
 
 
 def whole(policy) -> dict[str, torch.Tensor]:
@@ -293,7 +297,7 @@ def test_the_cold_start_does_not_depend_on_the_number_of_ranks(jobs, name):
     assert len(one["losses"]) == (2 if name == "cold start" else 5)
     for found in [*jobs[2], *jobs[3]]:
         assert found[name]["losses"] == pytest.approx(one["losses"], abs=1e-6, rel=1e-6)
-        same_weights(found[name]["weights"], one["weights"], atol=5e-5)  # Adam divides by small gradients
+        same_weights(found[name]["weights"], one["weights"], atol=2e-6)
 
 
 # ---- weights -----------------------------------------------------------------------------------------------
