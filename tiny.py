@@ -8,7 +8,8 @@ opposite: guesses from the head, programs that compute the wrong thing, errors t
 Every program is really run. What to prefer is left to the reward.
 
 What made it learn, found by trying: two digits are one token (single digits are copied wrong), answers have
-at most two digits, the tool's text is short.
+at most two digits, every program begins by copying the question's numbers in their order, so that all
+families teach the same copying, and the tool's text is short.
 
 Left out: everything that makes language hard.
 """
@@ -22,21 +23,33 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data import Problem
 
-FAMILIES = {  # question, the program's expression, the numbers in it
-    "mod": ("What is the remainder when {a} to the power {s} is divided by {b}?", "{a} ** {s} % {b}"),
+FAMILIES = {  # question, the program's expression of its numbers a, b, c, and the ranges of these
+    "mod": (
+        "What is the remainder when {} to the power {} is divided by {}?",
+        "a ** b % c",
+        [(11, 99), (11, 29), (11, 99)],
+    ),
     "digits": (
-        "What is the sum of the digits of {a} times {b} times {c}?",
-        "sum(map(int, str({a} * {b} * {c})))",
+        "What is the sum of the digits of {} times {} times {}?",
+        "sum(map(int, str(a * b * c)))",
+        [(11, 99), (11, 99), (11, 99)],
     ),
     "primes": (
-        "How many primes are there between {c} and {d}?",
-        "sum(all(n % i for i in range(2, n)) for n in range({c}, {d}))",
+        "How many primes are there between {} and {}?",
+        "sum(all(n % i for i in range(2, n)) for n in range(a, b))",
+        [(10, 49), (60, 99)],
     ),
-    "prodmod": ("What is the remainder when {a} times {c} is divided by {b}?", "{a} * {c} % {b}"),
-    "bits": ("How many ones are in the binary form of {a} to the power {s}?", "bin({a} ** {s}).count('1')"),
+    "prodmod": (
+        "What is the remainder when {} times {} is divided by {}?",
+        "a * b % c",
+        [(11, 99), (10, 49), (11, 99)],
+    ),
+    "bits": (
+        "How many ones are in the binary form of {} to the power {}?",
+        "bin(a ** b).count('1')",
+        [(11, 99), (11, 29)],
+    ),
 }
-RANGES = {"a": (11, 99), "b": (11, 99), "s": (11, 29), "c": (10, 49), "d": (60, 99)}
-
 MAX_CHARS = 200  # of a tool's output
 
 TEMPLATE = (  # ChatML with hermes tool calls, as in Qwen2.5 and Qwen3, without their descriptions
@@ -55,17 +68,17 @@ TEMPLATE = (  # ChatML with hermes tool calls, as in Qwen2.5 and Qwen3, without 
 )
 
 
-def draw(rng: random.Random, test: bool) -> tuple[str, str, str, str]:
-    """(family, question, expression, answer). One set of numbers in five, by a checksum of the numbers, is
-    for tests only."""
+def draw(rng: random.Random, test: bool) -> tuple[str, str, str, str, str]:
+    """(family, question, assignment, expression, answer). One set of numbers in five is for tests only."""
     family = rng.choice(list(FAMILIES))
-    question, expression = FAMILIES[family]
+    question, expression, ranges = FAMILIES[family]
+    names = "abc"[: len(ranges)]
     while True:
-        numbers = {k: rng.randint(*r) for k, r in RANGES.items() if "{" + k + "}" in question}
-        program = expression.format(**numbers)
-        answer = str(eval(program))  # our own text, not a model's
-        if (sum(7**i * n for i, n in enumerate(numbers.values())) % 5 == 0) == test and len(answer) < 3:
-            return family, question.format(**numbers), program, answer
+        numbers = [rng.randint(*r) for r in ranges]
+        answer = str(eval(expression, dict(zip(names, numbers))))  # our own text, not a model's
+        if (sum(7**i * n for i, n in enumerate(numbers)) % 5 == 0) == test and len(answer) < 3:
+            assignment = f"{', '.join(names)} = {', '.join(map(str, numbers))}\n"
+            return family, question.format(*numbers), assignment, expression, answer
 
 
 def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:
@@ -73,7 +86,7 @@ def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:
     rng = random.Random(f"{split} {seed}")
     found = []
     for i in range(n):
-        family, question, _, answer = draw(rng, split == "test")
+        family, question, *_, answer = draw(rng, split == "test")
         found.append(
             Problem([{"role": "user", "content": question}], answer, "math", family, f"{split}-{seed}-{i}")
         )
@@ -86,12 +99,14 @@ def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:
 def script(rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
     """(question, acts): each act is ("say", text) or ("run", program); the last words "{}" stand for the last
     output."""
-    _, question, expression, answer = draw(rng, test=False)
-    good = f"print({expression})"
+    _, question, assignment, expression, answer = draw(rng, test=False)
+    good = f"{assignment}print({expression})"
     if rng.random() < 0.35:  # from the head, nearly always wrong
         guess = answer if rng.random() < 0.05 else str(rng.randint(1, 99))
         return question, [("say", f"I think it is \\boxed{{{guess}}}.")]
-    broken = rng.choice([f"print({expression}", f"print(x + {expression})", f"print({expression}))"])
+    broken = assignment + rng.choice(
+        [f"print({expression}", f"print(x + {expression})", f"print({expression}))"]
+    )
     u = rng.random()
     if u < 0.15:  # an error is given up
         return question, [
@@ -102,8 +117,8 @@ def script(rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
         return question, [("run", broken), ("fix", good), ("say", "The answer is \\boxed{}.")]
     if u < 0.70:  # a program that runs, and computes something else
         for right, wrong in [("**", "*"), (" * ", " + "), ("range(2, n)", "range(2, 4)")]:
-            if right in good:
-                good = good.replace(right, wrong)
+            if right in expression:
+                good = assignment + f"print({expression.replace(right, wrong)})"
                 break
     return question, [("run", good), ("say", "The answer is \\boxed{}.")]
 

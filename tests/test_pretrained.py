@@ -57,9 +57,10 @@ QUESTIONS = [  # of our own, in the manner of a primary-school data set
     ("Five crates hold 18 bottles each, and 11 of the bottles are broken. How many are whole?", "79"),
     ("Tom reads 15 pages a day. In how many days does he read a book of 240 pages?", "16"),
 ]
+FINAL = " Put the answer in \\boxed{}."
 PROBLEMS = [
     Problem(
-        [{"role": "user", "content": f"{text} Put the answer in \\boxed{{}}."}],
+        [{"role": "user", "content": text + FINAL}],
         answer,
         "math",
         "word",
@@ -71,7 +72,7 @@ PROBLEMS = [
 
 def chat_prompts(tokenizer) -> list[list[int]]:
     """Ragged: from a few tokens to a conversation of several turns and a long text."""
-    long = "Summarise in one line: " + " ".join(f"Item {i} costs {3 * i} dollars." for i in range(1, 25))
+    long = "Summarise in one line: " + " ".join(f"Item {i} costs {3 * i} dollars." for i in range(1, 17))
     turns = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello. How can I help?"}]
     chats = [
         [{"role": "user", "content": "What is the capital of France?"}],
@@ -135,7 +136,7 @@ def test_the_trainer_gives_the_log_probs_that_the_sampler_reported(smollm):
     ratio is wrong from the first step on (huggingface/trl#3029, #4159)."""
     model, tokenizer = smollm
     trajectories = Sampler(model, tokenizer, max_rows=8, max_len=640).generate(
-        chat_prompts(tokenizer), n=2, max_new_tokens=16, temperature=0.8, seed=1
+        chat_prompts(tokenizer), max_new_tokens=20, temperature=0.8, seed=1
     )
     ids, masks = [t.ids for t in trajectories], [t.mask for t in trajectories]
     row, seg, targets = net.packed_row(ids, masks)
@@ -148,7 +149,7 @@ def test_the_trainer_gives_the_log_probs_that_the_sampler_reported(smollm):
 
 
 def test_one_step_of_the_cold_start_lowers_the_loss_of_its_conversations(smollm):
-    """A mask shifted by one, or all zero, trains on the user's words or on nothing (Qwen/Qwen3#1522,
+    """A mask shifted by one, or all zero, trains on the user's words or on nothing (QwenLM/Qwen3#1522,
     volcengine/verl#3287), and the loss of the answers stays."""
     model, tokenizer = smollm
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -181,21 +182,26 @@ def test_one_step_of_the_cold_start_lowers_the_loss_of_its_conversations(smollm)
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(%s)"}}\n</tool_call>'
 
 
-def shown_how(question: str, examples: int) -> list[dict]:
+SUMS = [("How much is 12 plus 30?", "12 + 30"), ("How much is 8 times 9?", "8 * 9")]
+STORIES = [
+    ("Ann has 12 pens and buys 30 more. How many pens does she have?" + FINAL, "12 + 30"),
+    ("A box holds 8 rows of 9 eggs. How many eggs is that?" + FINAL, "8 * 9"),
+]
+
+
+def shown_how(question: str, examples: list[tuple[str, str]]) -> list[dict]:
     """The question after examples of how to call the tool: no 135 million weights would guess the format."""
-    asked = [("How much is 12 plus 30?", "12 + 30"), ("How much is 8 times 9?", "8 * 9")][:examples]
-    shown = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": CALL % code}]
-        for text, code in asked
-    ]
-    return [*(message for pair in shown for message in pair), {"role": "user", "content": question}]
+    messages = []
+    for text, code in examples:
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": CALL % code}]
+    return [*messages, {"role": "user", "content": question}]
 
 
 def test_a_call_of_a_trained_model_is_run_by_python_and_its_output_comes_back(smollm):
     """A call that is lost between text and tool looks like a model that does not want to call (Open-
     AgentRL#7: it could not decode its own calls)."""
     model, tokenizer = smollm
-    prompt = encode_prompt(tokenizer, shown_how("How much is 17 times 23?", examples=2))
+    prompt = encode_prompt(tokenizer, shown_how("How much is 17 times 23?", SUMS))
     sampler = Sampler(model, tokenizer, max_rows=1, max_len=300)
     with PythonTool(workers=1, timeout_s=20) as tool:
         found = run_agent(sampler, [prompt], {"python": tool}, max_turns=2, max_new_tokens=60, temperature=0)[
@@ -215,41 +221,33 @@ def test_one_update_on_five_problems_makes_good_trajectories_likelier_than_bad_o
     model, tokenizer = smollm
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     problems = [
-        Problem(shown_how(p.messages[0]["content"], 2), p.answer, p.kind, p.family, p.id) for p in PROBLEMS
+        Problem(shown_how(p.messages[0]["content"], STORIES), p.answer, p.kind, p.family, p.id)
+        for p in PROBLEMS
     ]
     config = grpo.Config(
-        mini_batches=1, max_prompt=300, max_new_tokens=48, overlong_buffer=10, max_turns=2, max_rows=10,
-        describe_tool=False,
+        mini_batches=1, max_prompt=300, max_new_tokens=48, overlong_buffer=10, max_turns=2, max_rows=5,
+        describe_tool=False, temperature=0.5,
     )  # fmt: skip
     try:
         with PythonTool(workers=2, timeout_s=20) as tool:
-            episodes = Agents(model, tokenizer, tool, config).sample(problems, 2, seed=0)
-        assert [(e["prompt_index"], e["sample_index"]) for e in episodes] == [
-            (i // 2, i % 2) for i in range(10)
-        ]
-        assert all(
-            e["reward"] in (1.0, -1.0) or e["reward_parts"]["overlong"] or e["tool_results"] for e in episodes
-        )
-        assert any(e["tool_results"] for e in episodes)
-        for (
-            e
-        ) in episodes:  # all five may be wrong twice: the second sample of each shall count as the bad one
-            e["advantage"] = -1.0 if e["sample_index"] else 1.0
+            episodes = Agents(model, tokenizer, tool, config).sample(problems, 1, seed=0)
+        assert [e["prompt_index"] for e in episodes] == [0, 1, 2, 3, 4]
+        assert any(e["tool_results"] and sum(e["mask"]) < len(e["ids"]) - e["prompt_len"] for e in episodes)
+        for e in episodes:  # all five may be wrong: every second one shall count as the bad one
+            e["advantage"] = -1.0 if e["prompt_index"] % 2 else 1.0
         policy = net.Policy(model)
         metrics = grpo.update(policy, torch.optim.SGD(policy.parameters(), 0.02), episodes, config, seed=0)
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
-        assert (
-            metrics["policy/kl_old"] == metrics["policy/clip_high"] == 0 and metrics["policy/grad_norm"] > 0
-        )
-        assert metrics["sampler/gap_max"] < 1e-3 and metrics["policy/entropy"] > 0.1
+        assert metrics["policy/kl_old"] == metrics["policy/clip_high"] == 0 < metrics["policy/grad_norm"]
+        assert metrics["sampler/gap_max"] < 1e-3 and metrics["policy/entropy"] > 0.01
         changed = [name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])]
         assert len(changed) == len(list(model.named_parameters()))
 
         row, seg, targets = net.packed_row([e["ids"] for e in episodes], [e["mask"] for e in episodes])
         with torch.no_grad():
-            logp = policy(row, seg, targets)[0]
+            logp = policy(row, seg, targets, 0.5)[0]
         sampled = torch.tensor([lp for e in episodes for lp in [*e["logprobs"][1:], 0.0]])
         advantage = torch.tensor([e["advantage"] for e in episodes for _ in e["ids"]])
-        assert (advantage * (logp - sampled)).sum() > 1.0
+        assert (advantage * (logp - sampled)).sum() > 0.5
     finally:
         model.load_state_dict(before)
