@@ -26,17 +26,21 @@ from policy import Policy, save
 
 
 def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
-    """A new folder with config.json, or the same run again. Nothing is written over: else it is refused."""
+    """A new folder with config.json, or the same run again; anything else is refused, nothing is written over."""
     file = out / "config.json"
-    if file.exists():
-        old = json.loads(file.read_text())["config"]
+    old = json.loads(file.read_text()).get("config") if file.is_file() else None
+    if old:
         changed = [k for k, v in settings.items() if k not in may_change and old.get(k) != v]
         begun = any((out / name).exists() for name in ("cold_start", "metrics.jsonl", "checkpoints"))
         if changed and begun:
             differ = ", ".join(f"{k} {old.get(k)!r}, now {settings[k]!r}" for k in changed)
             fail(f"{out} holds a run with other settings ({differ}); give another --out, or delete it")
-    elif out.exists() and any(out.iterdir()):
-        fail(f"--out {out} exists and is not a run of this program; give another name")
+    else:
+        here = list(out.iterdir()) if out.is_dir() else [out] if out.exists() else []
+        if any(
+            p.name != "trajectories" and p.suffix != ".part" for p in here
+        ):  # else: a run killed at its start
+            fail(f"--out {out} exists and is not a run of this program; give another name")
     dist.barrier()
     if dist.get_rank() == 0:
         (out / "trajectories").mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ class Config:
     clip_norm: float = 1.0  # largest norm of the gradient
     max_len: int = 32768  # tokens of a conversation, longer ones are cut at the right
     tokens_per_row: int = 32768  # tokens of a packed row, one forward and backward
-    teacher: int = 18000  # conversations of the built-in teacher
+    teacher: int = 14000  # conversations of the built-in teacher
     threads: int = 0  # CPU threads of torch; 0: all cores, shared among the ranks
 
 
