@@ -26,7 +26,7 @@ from policy import Policy, save
 
 
 def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
-    """A new folder with config.json, or the same run again; anything else is refused, nothing is written over."""
+    """A new folder with config.json, or the same run again; anything else is refused, not written over."""
     file = out / "config.json"
     old = json.loads(file.read_text()).get("config") if file.is_file() else None
     if old:

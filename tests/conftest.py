@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: kernels are interpreted on CPU
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: interpreted kernels
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -15,7 +15,8 @@ from policy import init_process_group
 
 SMALL = dict(
     vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 FAMILIES = {  # every family that is served, with a window small enough to matter
     "qwen2": dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
