@@ -8,10 +8,13 @@ vLLM's paged attention, arXiv 2309.06180).
 Axis letters: N tokens of the row, B sequences in it, Hq / Hkv query and key heads, D head size, M blocks a
 table, S tokens a block, H hidden size.
 
-Left out: kernels of our own. Attention is torch's SDPA: on CPU one call for all decoding rows, one for each
-other sequence. To copy into another project: needs torch and transformers (5 or later), and nothing else of
-this folder.
+Left out: kernels of our own. On CPU attention is torch's SDPA, one call for all decoding rows and one for
+each other sequence; on CUDA it is one call of torch's varlen_attn. To copy into another project: needs torch
+and transformers (5 or later), and nothing else of this folder.
 """
+
+import inspect
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +23,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+try:  # the CUDA body: torch's own since 2.12; flash-attn, if installed, for training rows of an older torch
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
 try:
-    from flash_attn import flash_attn_varlen_func  # optional: used for half-precision rows on a GPU
+    from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
 
@@ -45,8 +52,7 @@ class Blocks:
         return -(-tokens // self.size)
 
     def grow(self, table: list[int], tokens: int) -> bool:
-        """Extend the table to hold `tokens`. False, and nothing taken, if there are not enough free
-        blocks."""
+        """Extend the table to hold `tokens`. False, and nothing taken, if too few are free."""
         missing = self.needs(tokens) - len(table)
         if missing > len(self.free):
             return False
@@ -100,10 +106,11 @@ class Segments:
         self.spans = list(
             zip((ends - new).tolist(), ends.tolist(), past.tolist())
         )  # (from, to, past) of each
-        if flash_attn_varlen_func and torch.device(device).type == "cuda":
-            edges = F.pad(torch.stack([ends, (new + past).cumsum(0)]), (1, 0)).int()
+        if torch.device(device).type == "cuda":
+            total = new + past
+            edges = F.pad(torch.stack([ends, total.cumsum(0)]), (1, 0)).int()
             self.q_edges, self.k_edges = edges.to(device)  # [B+1] each
-            self.q_max, self.k_max = int(new.max()), int((new + past).max())
+            self.q_max, self.k_max, self.total = int(new.max()), int(total.max()), total.int().to(device)
             self.block_table = tables.int().to(device) if cache else None
         self.ragged = range(len(new))  # sequences that take an attention call of their own
         self.single = None  # places [b] of the sequences with one new token, which take one call together
@@ -128,11 +135,36 @@ def _gather(blocks: Tensor, tables: Tensor) -> Tensor:
     return picked.view(b, m * blocks.shape[1], *blocks.shape[2:]).transpose(1, 2)
 
 
+def _flash(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scaling: float, sliding_window: int | None):
+    """The CUDA body, not yet run on a GPU: one call for all sequences of the row, their old keys included.
+
+    q [N, Hq, D]; k, v [N, Hkv, D] or the blocks of the cache -> [N, Hq, D], or None if nothing here serves
+    it. num_splits=1: split attention over blocks has returned NaN (pytorch/torchtitan#3235).
+    """
+    window = (sliding_window - 1 if sliding_window else -1, 0)
+    if varlen_attn and "block_table" in inspect.signature(varlen_attn).parameters:
+        edges, paged = seg.k_edges, {}
+        if seg.cache:
+            edges, paged = None, {"seqused_k": seg.total, "block_table": seg.block_table, "num_splits": 1}
+        return varlen_attn(
+            q, k, v, seg.q_edges, edges, seg.q_max, seg.k_max, scale=scaling, window_size=window,
+            enable_gqa=True, **paged,
+        )  # fmt: skip
+    if flash_attn_varlen_func and not seg.cache:
+        return flash_attn_varlen_func(
+            q, k, v, seg.q_edges, seg.k_edges, seg.q_max, seg.k_max, softmax_scale=scaling, causal=True,
+            window_size=window,
+        )  # fmt: skip
+    warnings.warn(
+        "attention by SDPA, slow and large for long rows; torch 2.12 brings a better one", stacklevel=2
+    )
+    return None
+
+
 def attention(
     module, q, k, v, mask, scaling=None, dropout=0.0, seg: Segments | None = None, sliding_window=None, **kw
 ):
-    """q [1, Hq, N, D], k v [1, Hkv, N, D] -> [1, N, Hq, D]. Without `seg` it is transformers' own SDPA
-    attention.
+    """q [1, Hq, N, D], k v [1, Hkv, N, D] -> [1, N, Hq, D]. Without `seg`: transformers' SDPA.
 
     A query sees the keys of its own sequence up to its own position, the last `sliding_window` of them if
     that is set. Dropout is not applied: the ratio of a first optimizer step must be 1.
@@ -155,16 +187,11 @@ def attention(
         keys.flatten(0, 1)[seg.slot] = k[0].transpose(0, 1)
         values.flatten(0, 1)[seg.slot] = v[0].transpose(0, 1)
 
-    if (
-        flash_attn_varlen_func and q.is_cuda and q.dtype != torch.float32
-    ):  # one call for all (not run on a GPU yet)
+    if q.is_cuda and q.dtype != torch.float32:
         kf, vf = (keys, values) if cache else (k[0].transpose(0, 1), v[0].transpose(0, 1))
-        window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-        out = flash_attn_varlen_func(
-            q[0].transpose(0, 1), kf, vf, seg.q_edges, seg.k_edges, seg.q_max, seg.k_max,
-            softmax_scale=scaling, causal=True, window_size=window, block_table=seg.block_table,
-        )  # fmt: skip
-        return out[None], None
+        out = _flash(q[0].transpose(0, 1), kf, vf, seg, scaling, sliding_window)
+        if out is not None:
+            return out[None], None
 
     if seg.single is not None:  # all decoding rows at once
         kb, vb = _gather(keys, seg.single_tables), _gather(values, seg.single_tables)  # [b, Hkv, m*S, D]

@@ -10,8 +10,7 @@ Two rules hold here:
 - where a turn begins and ends is known from the template, never guessed from ids.
 
 Left out: images, parallel system prompts, templates that cannot render one turn after the other.
-To copy into another project: needs transformers (a fast tokenizer with a chat template) and nothing else of
-this folder.
+To copy into another project: needs transformers (a fast tokenizer with a chat template) and no other file.
 """
 
 import copy
@@ -26,8 +25,7 @@ _plain = weakref.WeakKeyDictionary()  # tokenizer -> the same tokenizer without 
 
 
 def encode_plain(tokenizer, text: str) -> list[int]:
-    """Ids of `text` with every control token spelled out in ordinary pieces: "<|im_end|>" -> "<", "|", "im",
-    ...
+    """Ids of `text`, control tokens spelled out in ordinary pieces: "<|im_end|>" -> "<", "|", "im" ...
 
     A tool may print anything. If its text could become control tokens, a program would be able to end the
     tool's turn and speak as the user (vllm-project/vllm#31735). Raises ValueError if the vocabulary cannot
@@ -45,8 +43,7 @@ def encode_plain(tokenizer, text: str) -> list[int]:
 
 
 def added_tokens(tokenizer, special_only: bool = False) -> list[str]:
-    """Texts of the added tokens, longest first. special_only: the ones that mark roles and turns, not <think>
-    or <tool_call>."""
+    """Texts of the added tokens, longest first. special_only: marks of roles and turns, not <think>."""
     found = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special or not special_only]
     return sorted(found, key=len, reverse=True)
 
@@ -102,15 +99,17 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, gen
     return [(known[int(p)], True) if i % 2 else (p, False) for i, p in enumerate(pieces)]
 
 
+def encode_marks(tokenizer, text: str) -> list[int]:
+    """Ids of the template's own text: its control tokens become control tokens."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def encode_pieces(tokenizer, pieces) -> list[int]:
     ids = []
     for text, is_plain in pieces:
         if text:
-            ids += (
-                encode_plain(tokenizer, text)
-                if is_plain
-                else tokenizer.encode(text, add_special_tokens=False)
-            )
+            encode = encode_plain if is_plain else encode_marks
+            ids += encode(tokenizer, text)
     return ids
 
 
@@ -178,10 +177,8 @@ class ToolTurn:
     """
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.frames = (
-            tokenizer,
-            {},
-        )  # number of results -> [ids, ids, ...] around the results' texts
+        self.tokenizer = tokenizer
+        self.frames: dict[int, list] = {}  # number of results -> [ids, ids, ...] around their texts
 
     def encode(self, results: list[str]) -> list[int]:
         if len(results) not in self.frames:

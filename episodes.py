@@ -1,8 +1,7 @@
 """Episodes: sample them with the tool, reward them, gather them from all ranks, measure them.
 
 An episode is a dictionary, one line of trajectories/step_000012.jsonl: the trajectory of rollout.py, whether
-its answer is right, its reward and the parts of it. What the reward is made of stands in `Agents.reward`, and
-only there.
+its answer is right, its reward and the parts of it. What the reward is made of: `Agents.reward`.
 
 Left out: rewards that another model gives.
 """
@@ -10,21 +9,20 @@ Left out: rewards that another model gives.
 import math
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch.distributed as dist
 
 from chat import encode_prompt
 from data import fail
-from policy import gloo
 from reward import outcome, overlong_penalty, tool_shaping
 from rollout import Sampler, Trajectory, run_agent
 from tools import PythonTool
 
 
 class Agents:
-    """What samples and rewards episodes on this rank: the sampler and the tool, with the settings of the
-    run."""
+    """What samples and rewards episodes on this rank: the sampler and the tool, with its settings."""
 
     def __init__(self, model, tokenizer, tool: PythonTool, config):
         self.tokenizer, self.tool, self.config = tokenizer, tool, config
@@ -60,7 +58,8 @@ class Agents:
             indices=mine,
         )
         sampled = time.perf_counter()
-        episodes = [self.reward(t, problems[t.prompt_index]) for t in trajectories]
+        with ThreadPoolExecutor() as threads:  # other processes compare answers and test programs
+            episodes = list(threads.map(lambda t: self.reward(t, problems[t.prompt_index]), trajectories))
         self.seconds = {
             "time/rollout": sampled - start,
             "time/tool_wait": self.sampler.stats["tool_wait"],
@@ -69,12 +68,9 @@ class Agents:
         return gather(episodes)
 
     def reward(self, t: Trajectory, problem) -> dict:
-        """The episode as it is stored: the trajectory, whether its answer is right, its reward and the parts
-        of it."""
+        """The episode as it is stored: the trajectory, whether its answer is right, its reward and parts."""
         c = self.config
-        turns = np.flatnonzero(
-            np.diff([0, *t.mask]) > 0
-        )  # where the policy's turns begin; the last has the answer
+        turns = np.flatnonzero(np.diff([0, *t.mask]) > 0)  # where turns begin; the last has the answer
         said = self.tokenizer.decode(t.ids[turns[-1] :], skip_special_tokens=True) if len(turns) else ""
         right = outcome(problem.kind, said, problem.answer, self.tool) == 1.0
         base, rounds = (1.0 if right else -1.0), max(0, len(turns) - 1)
@@ -101,11 +97,11 @@ ARRAYS = {"ids": np.int32, "mask": np.int8, "logprobs": np.float32}  # travel as
 def gather(episodes: list[dict]) -> list[dict]:
     """The episodes of all ranks, sorted, on every rank, so that nothing later depends on who sampled what.
 
-    Over gloo: a rank may wait here for hours, and NCCL would give up after ten minutes.
+    Objects travel over gloo, where a rank may wait for hours; NCCL would give up after ten minutes.
     """
     everyone: list = [None] * dist.get_world_size()
     packed = [{**e, **{k: np.array(e[k], kind) for k, kind in ARRAYS.items()}} for e in episodes]
-    dist.all_gather_object(everyone, packed, group=gloo())
+    dist.all_gather_object(everyone, packed)
     found = [{**e, **{k: e[k].tolist() for k in ARRAYS}} for part in everyone for e in part]
     return sorted(found, key=lambda e: (e["prompt_index"], e["sample_index"]))
 

@@ -261,7 +261,10 @@ def main(argv: list[str] | None = None) -> None:
             built_in = tiny.problems("test", cfg.limit or 200) if cfg.data == "tiny" else None
             problems[tool] = built_in or load_problems(cfg.data, tool, cfg.limit)
         model, tokenizer = load(cfg.model, getattr(torch, cfg.dtype), device)
-        out = Path(cfg.out or f"runs/eval-{Path(cfg.model).name}-{Path(cfg.data).stem}")
+        name = "-".join(
+            p for p in Path(cfg.model).parts[-4:] if p not in ("/", "runs", "checkpoints", "model")
+        )
+        out = Path(cfg.out or f"runs/eval-{name}-{Path(cfg.data).stem}")
         if rank == 0:
             conditions = open_folder(out, cfg, problems, model, device)
             merge(out)

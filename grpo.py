@@ -9,8 +9,8 @@ One step: sample a group of trajectories of each prompt, with the tool (rollout.
     r_i  = +1 right, -1 wrong; down by up to 1 in the last `overlong_buffer` tokens     R: overlong shaping
     A_i  = (r_i - mean(r_group)) / (std(r_group) + 1e-6)                                GRPO 2402.03300 eq. 3
     loss = mean over all policy tokens of the optimizer batch of                        T: token-level loss
-           max(-A_i ratio, -A_i clip(ratio, 1 - 0.2, 1 + 0.28)),  if A_i < 0: at most -10 A_i    C: clip
-                                                                  higher
+           max(-A_i ratio, -A_i clip(ratio, 1 - 0.2, 1 + 0.28))                         C: clip higher
+           and, where A_i < 0, at most -10 A_i                                          dual clip
 
 with ratio = pi(token) / pi_old(token). No critic, no KL term, no entropy bonus. The tool's tokens are in the
 context and count for the length, but are never in the loss.
@@ -18,9 +18,7 @@ context and count for the length, but are never in the loss.
 Left out: asynchronous rollouts, and any launcher beyond torchrun.
 """
 
-import copy
 import json
-import os
 import subprocess
 import sys
 import time
@@ -106,6 +104,10 @@ PRESETS = {
 }  # fmt: skip
 
 
+POSITIVE = """steps clip_norm max_prompt max_new_tokens max_turns temperature tool_seconds tool_memory
+tool_chars max_rows tokens_per_row eval_problems save_every""".split()
+
+
 def check(c: Config) -> None:
     """Ends the program with one sentence for what cannot work, before anything is written."""
     below = c.batch // c.group * c.group if c.group else 0
@@ -115,13 +117,18 @@ def check(c: Config) -> None:
         (c.batch < 1 or c.batch % max(c.group, 1),
          f"--batch {c.batch} is not divisible by --group {c.group}; take {legal}"),
         (not 1 <= c.mini_batches <= c.batch, f"--mini_batches {c.mini_batches}: take 1 to --batch {c.batch}"),
-        (c.steps < 1, f"--steps {c.steps}: take at least 1"),
+        *((getattr(c, name) <= 0, f"--{name} {getattr(c, name)}: take more than 0") for name in POSITIVE),
+        (c.lr < 0, f"--lr {c.lr}: take 0 or more"),
+        (c.cache_tokens is not None and c.cache_tokens < c.max_prompt + c.max_new_tokens,
+         f"--cache_tokens {c.cache_tokens}: one trajectory may have {c.max_prompt + c.max_new_tokens}"),
+        (min(c.eval_every, c.show_every, c.threads, c.tool_workers, c.tis) < 0,
+         "--eval_every, --show_every, --threads, --tool_workers, --tis: take 0 or more"),
+        (c.tis and c.old_logp == "sampler", "--tis corrects the trainer's pi_old: add --old_logp trainer"),
         (not 0 <= c.overlong_buffer <= c.max_new_tokens,
          f"--overlong_buffer {c.overlong_buffer}: take 0 to --max_new_tokens {c.max_new_tokens}"),
         (c.dual_clip and c.dual_clip <= 1, f"--dual_clip {c.dual_clip}: take more than 1, or 0 for none"),
         (c.scale not in ("std", "none"), f"--scale {c.scale}: take std or none"),
         (c.old_logp not in ("trainer", "sampler"), f"--old_logp {c.old_logp}: take trainer or sampler"),
-        (c.temperature <= 0, f"--temperature {c.temperature}: training needs more than 0"),
         (c.preset != "tiny" and not (c.model and c.data), "--model and --data say what to train on what"),
     ]:  # fmt: skip
         if wrong:
@@ -162,8 +169,7 @@ def policy_loss(
     dual_clip: float | None = 10.0,
     seq_ids: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped loss of each token (PPO 1707.06347 eq. 7; DAPO 2503.14476 eq. 10; dual clip 1912.09729 eq.
-    5).
+    """The clipped loss of each token (PPO 1707.06347 eq. 7; DAPO 2503.14476 eq. 10; dual clip 1912.09729).
 
     logp, old_logp, advantages, mask   [N]; mask is 1 on policy tokens
     seq_ids   [N] int: then the ratio is that of the whole sequence, normalised by its length (GSPO 2507.18071
@@ -209,12 +215,10 @@ def policy_loss(
 def update(
     policy: net.Policy, optimizer, episodes: list[dict], config: Config, seed: int, device="cpu"
 ) -> dict:
-    """The optimizer steps of a batch of episodes (with "advantage") that every rank knows -> metrics
-    policy/*, sampler/*.
+    """The optimizer steps of a batch of episodes with "advantage", known to all ranks -> metrics.
 
     Episodes are shuffled by the seed, split into optimizer batches, packed into rows and dealt to the ranks,
-    so the number of ranks does not matter. A loss is divided once: by the policy tokens of its whole
-    optimizer batch.
+    so the number of ranks does not matter. A loss is divided once, by all policy tokens of its batch.
     """
     ranks = dist.get_world_size()
     order = torch.randperm(len(episodes), generator=torch.Generator().manual_seed(seed % 2**62)).tolist()
@@ -287,16 +291,17 @@ def update(
 
 
 def note(row: dict, key: str, values: Tensor) -> None:
-    """Store a value of each token in its episode, for the page of the run (place t of the row holds token
-    t+1's)."""
+    """Store a value of each token in its episode, for the page of the run; on the rank that trains on it.
+
+    Place t of the row holds what belongs to token t+1.
+    """
     values = values.tolist()
     for episode, (start, end, _) in zip(row["episodes"], row["seg"].spans):
         episode[key] = [float(key == "ratio"), *(round(v, 5) for v in values[start : end - 1])]
 
 
 def training_row(episodes: list[dict], device) -> dict:
-    """A packed row and, at each place t, what the loss of token t+1 needs. No episodes: one token of weight
-    0."""
+    """A packed row and, at each place t, what the loss of token t+1 needs. None: one token of weight 0."""
     episodes = episodes or [{"ids": [0], "mask": [0], "logprobs": [0.0], "advantage": 0.0}]
     ids, seg, targets = net.packed_row([e["ids"] for e in episodes], [e["mask"] for e in episodes], device)
     sampled = [lp for e in episodes for lp in [*e["logprobs"][1:], 0.0]]
@@ -323,17 +328,15 @@ def main(config: Config) -> None:
         print(
             f"GRPO-TCR, preset {config.preset}, seed {config.seed}: {ranks} rank(s) on {device}", flush=True
         )
-    cores = max(1, (os.cpu_count() or 1) // ranks)
-    torch.set_num_threads(config.threads or cores)
+    cores = net.set_threads(config.threads, ranks)
     out = Path(config.out or f"runs/{config.preset}-{config.seed}")
     workers = config.tool_workers or max(2, cores)
     with PythonTool(workers, config.tool_seconds, config.tool_memory, config.tool_chars) as tool:
         train(config, out, tool, device, began)
     if rank == 0:
-        subprocess.run(
-            [sys.executable, str(Path(__file__).parent / "report.py"), str(out), "--png"], check=False
-        )
-        print(f"{clock(time.time() - began)} in all; run folder {out}, curves {out / 'curves.png'}")
+        report = subprocess.run([sys.executable, str(Path(__file__).parent / "report.py"), str(out), "--png"])
+        curves = "" if report.returncode else f", curves {out / 'curves.png'}"
+        print(f"{clock(time.time() - began)} in all; run folder {out}{curves}")
     dist.destroy_process_group()
 
 
@@ -361,7 +364,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     model, tokenizer = loaded
     shared = ranks == 1 and device == "cpu"  # one copy of the weights serves the trainer and the sampler
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    copied = model if shared else copy.deepcopy(model).to(device, dtype)
+    copied = model if shared else net.sampler_copy(model, dtype).to(device)
     policy = net.shard(net.Policy(model.to(device)), device, checkpointing=device != "cpu")
     optimizer = torch.optim.AdamW(
         policy.parameters(), config.lr, (0.9, config.beta2), weight_decay=config.weight_decay, fused=True
@@ -377,8 +380,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     prompts = config.batch // config.group
 
     def batch(step: int) -> list:
-        """The problems of a step: a function of the step alone, so that a continued run sees the same
-        ones."""
+        """The problems of a step: a function of the step alone, so a continued run sees the same."""
         if not data:
             return tiny.problems("train", prompts, seed=config.seed * 1_000_000 + step)
         chosen, orders = [], {}
@@ -421,13 +423,14 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
         end = time.perf_counter()
         row = {"step": step, **measure(episodes), **metrics, **agents.seconds}
         row |= {"time/train": end - sampled, "time/step": end - start}
-        row["speed/tokens_per_s"] = (
-            sum(len(e["ids"]) - e["prompt_len"] for e in episodes) / row["time/rollout"]
-        )
+        sampled_tokens = sum(len(e["ids"]) - e["prompt_len"] for e in episodes)
+        row["speed/tokens_per_s"] = sampled_tokens / row["time/rollout"]
         pace = [*pace[-4:], end - start]
         if rank == 0:
             with (out / "trajectories" / f"step_{step:06d}.jsonl").open("w") as f:
-                f.writelines(json.dumps({"step": step, **e}) + "\n" for e in episodes)
+                for e in episodes:
+                    e["logprobs"] = [round(lp, 5) for lp in e["logprobs"]]
+                    f.write(json.dumps({"step": step, **e}) + "\n")
             left = clock(sum(pace) / len(pace) * (config.steps - step))
             right, ran = row["reward/correct"], row["tool/success"]
             print(f"step {step:3d}/{config.steps}  right {right:.2f} {'#' * round(20 * right):20s}  "

@@ -85,6 +85,8 @@ def audit(model) -> None:
     def refuse(why: str):
         raise ValueError(f"model family {config.model_type!r} cannot be used: {why} (served: {SERVED})")
 
+    if not hasattr(config, "num_hidden_layers"):
+        refuse("it is not a plain text model")
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
         if kind.get("rope_type") in ("dynamic", "longrope"):
@@ -131,10 +133,7 @@ def audit(model) -> None:
     try:
         if wrong([trunk(twin, torch.cat(rows), Segments(lengths))], right):
             refuse("sequences packed into one row differ from the same sequences apart")
-        fed, past = (
-            [[], []],
-            [0, 0],
-        )  # prompt; a long and a single token; then single tokens: prefill, tool result, decode
+        fed, past = [[], []], [0, 0]  # prompts; a tool's result beside one token; then one token each
         for new in [[9, 12], [5, 1], [1, 1], [1, 1], [1, 1]]:
             ids = torch.cat([row[p : p + n] for row, p, n in zip(rows, past, new)])
             states = trunk(twin, ids, Segments(new, past, tables, cache)).split(new)
@@ -179,9 +178,8 @@ class Policy(nn.Module):
         hidden = trunk(self.hf, ids, seg)  # [N, H]
         scored = (targets != -100).nonzero()[:, 0]  # [n]
         weight = self.hf.get_output_embeddings().weight  # [V, H]
-        logp, entropy = linear_logprob_entropy(
-            hidden[scored], weight, targets[scored], temperature
-        )  # [n], [n]
+        # [n], [n]
+        logp, entropy = linear_logprob_entropy(hidden[scored], weight, targets[scored], temperature)
         zeros = logp.new_zeros(len(ids))
         return zeros.index_put((scored,), logp), zeros.index_put((scored,), entropy)
 
@@ -203,8 +201,7 @@ def pack(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def micro_batches(lengths: list[int], budget: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
-    """This rank's packed rows of an optimizer batch that every rank knows; as many on each rank, some of them
-    empty.
+    """This rank's packed rows of an optimizer batch that every rank knows: as many on each, some empty.
 
     An empty row must still run forward and backward, with weight 0: FSDP gathers and reduces in every one of
     them, and a rank with fewer would leave the others waiting for ever.
@@ -218,8 +215,7 @@ def packed_row(ids: list[list[int]], masks: list[list[int]], device="cpu") -> tu
     """(ids [N], Segments, targets [N]) of sequences side by side.
 
     The log-prob of token t+1 comes from the hidden state at t: targets[t] is the next token of the same
-    sequence if the policy wrote that one (its mask is 1), else -100. The last place of a sequence scores
-    nothing.
+    sequence if the policy wrote that one (its mask is 1), else -100. The last place scores nothing.
     """
     targets = [
         token if m else -100
@@ -249,20 +245,16 @@ def init_process_group() -> tuple[int, int, str]:
     return dist.get_rank(), ranks, device
 
 
-_gloo = []
-
-
-def gloo():
-    """A gloo group of all ranks, for what is waited for long or is no tensor; made once, by all ranks
-    together."""
-    if not _gloo:
-        _gloo.append(dist.new_group(backend="gloo", timeout=timedelta(hours=4)))
-    return _gloo[0]
+def set_threads(threads: int, ranks: int) -> int:
+    """Give this rank `threads` CPU threads, or for 0 its share of the cores; returns the share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // ranks)
+    torch.set_num_threads(threads or share)
+    return share
 
 
 def shard(policy: Policy, device: str, checkpointing: bool = False) -> Policy:
-    """FSDP2: float32 master weights in shards, bfloat16 compute on GPU, float32 on CPU. One process on CPU:
-    unchanged."""
+    """FSDP2: float32 master weights in shards, bfloat16 compute on GPU. One CPU process: as is."""
     if checkpointing:
         policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.train()  # checkpointing is silently off in eval mode; dropout is 0, so nothing else differs
@@ -273,12 +265,23 @@ def shard(policy: Policy, device: str, checkpointing: bool = False) -> Policy:
         for layer in policy.hf.base_model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(policy, mesh=mesh, mp_policy=precision)
+    if device != "cpu":
+        torch.cuda.empty_cache()  # of the unsharded weights: the sampler's cache is about to ask what is free
     return policy
 
 
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor of a sharded one; every rank has to call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def sampler_copy(model, dtype: torch.dtype):
+    """A copy for sampling, its weights in `dtype`. Buffers stay as they are: with rope frequencies rounded to
+    bfloat16 a position is off by a radian after a thousand tokens."""
+    copied = copy.deepcopy(model)
+    for weight in copied.parameters():
+        weight.data = weight.data.to(dtype)
+    return copied
 
 
 @torch.no_grad()
@@ -294,7 +297,11 @@ def copy_weights(policy: Policy, model) -> None:
 def save(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Hugging Face format, loadable by AutoModelForCausalLM. All ranks call it; rank 0 writes, and a folder
     of that name is replaced only when the new one is complete."""
-    state = {k: full(v.detach().to(dtype)).cpu() for k, v in policy.hf.state_dict().items()}
+    state = {}
+    for name, tensor in policy.hf.state_dict().items():
+        whole = full(tensor.detach().to(dtype))  # gathered by all ranks, kept by one
+        if dist.get_rank() == 0:
+            state[name] = whole.cpu()
     if dist.get_rank() == 0:
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)

@@ -2,21 +2,19 @@
 
 A row is a list of ids and the number of them whose keys and values the cache holds. One step takes every row
 that is not waiting for a tool, feeds the ids the cache lacks (one for a row that decodes, many after a prompt
-or a tool's result), and samples one token for each row that is fed up to its end. Everything else follows
-from that:
+or a tool's result), and samples one token for each row that is fed up to its end. The rest follows:
 
 - a group's prompt is fed once; its samples share the full blocks and copy the last, partly filled one;
 - a row that waits for its tool is not in the batch, a finished one frees its place at once;
 - when blocks run out, the youngest row gives its blocks back and is fed again later. ids are the truth, the
   cache is not;
-- ids only ever grow: sampled tokens are kept as they are, a tool's text is encoded once and appended with
-  mask 0.
+- ids only ever grow: sampled tokens are kept as they are, a tool's text is encoded once, with mask 0.
 
-Random numbers belong to (seed, prompt, sample, position), so a trajectory does not depend on who shares its
-batch.
+Random numbers belong to (seed, prompt, sample, position), so a trajectory does not depend on its neighbours.
 
-Left out: CUDA graphs, speculative decoding, beam search, penalties, prefix sharing between different prompts.
-To copy into another project take this file and attention.py, for agents also chat.py and tools.py.
+Left out: prompts shared between ranks as they become free (they are dealt beforehand), CUDA graphs,
+speculative decoding, beam search, penalties, prefix sharing between different prompts. To copy into another
+project take this file and attention.py, for agents also chat.py and tools.py.
 """
 
 import concurrent.futures
@@ -72,8 +70,7 @@ def random_key(*parts: int) -> int:
 
 
 def uniforms(keys, positions) -> np.ndarray:
-    """Uniform numbers in [0, 1) [B] float64, one for each (key, position); 52 bits, so that u * total < total
-    exactly."""
+    """Uniform numbers in [0, 1) [B] float64, one for each (key, position); 52 bits: u * total < total."""
     keys, positions = np.asarray(keys, np.uint64), np.asarray(positions, np.uint64)
     return (mix(keys ^ mix(positions)) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
@@ -85,8 +82,7 @@ def sample_tokens(
 
     The log-prob is that of the law really sampled from: after temperature, top-k and top-p, renormalised.
     Temperature 0 (a number, or one for each row) takes the most likely token and reports its log-prob at
-    temperature 1. Raises FloatingPointError on NaN or +inf logits: token 0 for ever ("!!!!") is what others
-    print then.
+    temperature 1. Raises FloatingPointError on NaN or +inf logits: others print token 0 ("!!!!") then.
     """
     logits = logits.float()
     top = logits.max(-1, keepdim=True).values
@@ -116,8 +112,7 @@ def sample_tokens(
 
 @dataclass(eq=False)
 class Row:
-    """A sequence in work: a trajectory, or a prompt that is fed once for all its samples (then `trajectory`
-    is None)."""
+    """A sequence in work: a trajectory, or a prompt fed once for all its samples (`trajectory` is None)."""
 
     ids: list[int]
     group: int  # number of the prompt in this run
@@ -145,8 +140,7 @@ class Sampler:
     block          tokens a block (default 16 on CPU, 256 on GPU)
     prefill        tokens of prompts and tool results fed in one step, beside the rows that decode
     deterministic  a tool's result is taken a fixed number of steps after it was asked for, waiting if it is
-                   late: then the batches, and so the bits, do not depend on how fast a tool was (default: on
-                   CPU)
+                   late: then batches and bits do not depend on the tool's speed (default: on CPU)
     """
 
     def __init__(
@@ -164,6 +158,8 @@ class Sampler:
         context = getattr(model.config, "max_position_embeddings", None) or 2**20
         if max_len and max_len > context:
             raise ValueError(f"max_len {max_len} is more than the model's context of {context}; lower it")
+        if max_rows < 1 or prefill < 1:
+            raise ValueError(f"max_rows {max_rows} and prefill {prefill} must be 1 or more")
         self.model, self.tokenizer, self.max_rows, self.prefill = model, tokenizer, max_rows, prefill
         self.max_len = max_len or context
         size = block or (16 if cpu else 256)
@@ -178,15 +174,12 @@ class Sampler:
         self.delay = 4  # steps from a tool call to its result in deterministic mode
         ends = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
         self.stop = {t for end in ends for t in (end if isinstance(end, (list, tuple)) else [end])} - {None}
-        self.stats: dict[
-            str, float
-        ] = {}  # of the last run: steps, tokens sampled, rows put back, seconds of waiting
+        self.stats = {}  # of the last run: steps, tokens sampled, rows put back, seconds of waiting
 
     def generate(
         self, prompts, n=1, max_new_tokens=512, temperature=1.0, top_p=1.0, top_k=0, seed=0, indices=None
     ) -> list[Trajectory]:
-        """n samples of each prompt (a list of ids), ended by a stop id or by length; sample j of prompt i is
-        at i*n+j.
+        """n samples of each prompt (a list of ids), until a stop id or length; sample j of prompt i at i*n+j.
 
         max_new_tokens bounds what comes after the prompt, max_len the whole; a prompt that leaves no room
         returns at once with finish "length". indices: the prompts' numbers, for the seed (default 0, 1, 2
@@ -251,8 +244,7 @@ class Sampler:
         return trajectories
 
     def _admit(self, share: bool) -> None:
-        """Start queued rows while the batch has a place and the cache a block for every row that may soon
-        want one."""
+        """Start queued rows while the batch has a place, and the cache a block for every row."""
         active = sum(not row.pending and row.trajectory is not None for row in self.running)
         while self.queue and active < self.max_rows:
             row = self.queue[0]
@@ -297,8 +289,7 @@ class Sampler:
         return batch
 
     def _until_free(self, row: Row, take):
-        """take() until there are blocks for it; each time the youngest row gives its own back. None if that
-        is `row`."""
+        """take() until there are blocks for it; the youngest row gives its own back; None if it is `row`."""
         while not (got := take()):
             youngest = next(r for r in reversed(self.running) if r.table or r is row)
             self._put_back(youngest)
@@ -307,8 +298,7 @@ class Sampler:
         return got
 
     def _put_back(self, row: Row) -> None:
-        """Take a row's blocks away; its ids are kept and fed again later. One that waits for a tool goes on
-        waiting."""
+        """Take a row's blocks away; its ids are kept and fed again later. One that waits for a tool stays."""
         self.stats["put_back"] += 1
         self.blocks.release(row.table)
         row.cached = 0
@@ -339,8 +329,7 @@ class Sampler:
             del self.prompts[parent.group]
 
     def _step(self, batch: list[tuple[Row, int]]) -> None:
-        """One forward of the packed row of all ids fed, and one token for each row that is fed up to its
-        end."""
+        """One forward of the packed row of all ids fed, and one token for each row fed up to its end."""
         rows, new = [row for row, _ in batch], [n for _, n in batch]
         tables = np.zeros((len(rows), max(len(row.table) for row in rows)), np.int64)
         for i, row in enumerate(rows):
@@ -378,8 +367,7 @@ class Sampler:
                 self._end(row, "length")
 
     def _take_results(self, idle: bool) -> None:
-        """Append the results of tools that have answered. idle: nothing was left to decode, so wait for
-        one."""
+        """Append the results of tools that have answered. idle: nothing is left to decode, so wait."""
         waiting = [row for row in self.running if row.pending]
         if idle and waiting and self.deterministic:
             self.stats["steps"] = max(self.stats["steps"], min(row.due for row in waiting))
@@ -437,8 +425,7 @@ def run_agent(
     seed: int = 0,
     indices: list[int] | None = None,
 ) -> list[Trajectory]:
-    """Sampler.generate, but a turn that calls tools is answered and the policy goes on (arXiv 2510.11701, eq.
-    2).
+    """Sampler.generate, but a turn that calls tools is answered and the policy goes on (2510.11701 eq. 2).
 
     tools           {name: tool}; a tool has submit(**arguments) -> Future (tools.PythonTool), or is a plain
                     function

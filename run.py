@@ -1,10 +1,8 @@
-"""A run on disk and in the terminal: its folder, its checkpoints, how it is continued, and how a trajectory
-is shown.
+"""A run on disk and in the terminal: its folder, its checkpoints, how it goes on, how a trajectory is shown.
 
     runs/NAME/config.json, metrics.jsonl, trajectories/step_000012.jsonl, tokenizer/
     runs/NAME/checkpoints/step_000012/model    Hugging Face format, for AutoModelForCausalLM and evaluate.py
-    runs/NAME/checkpoints/step_000012/state    float32 weights and optimizer state
-                                               (torch.distributed.checkpoint)
+    runs/NAME/checkpoints/step_000012/state    float32 weights, optimizer (torch's DCP format)
 
 A checkpoint gets its name only when everything is in it, so a run killed at any moment continues from a whole
 one. Seeds and data are functions of the step: no random state needs storing.
@@ -125,8 +123,7 @@ COLOURS = {"prompt": "2", "policy": "32", "tool": "36", "right": "1;32", "wrong"
 
 
 def paint(kind: str, text: str) -> str:
-    """Colour on a terminal, bars around the tool's text elsewhere. A model's control codes are shown, not
-    obeyed."""
+    """Colour on a terminal, bars around the tool's text elsewhere. Control codes are shown, not obeyed."""
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         return f"\033[{COLOURS[kind]}m{text}\033[0m"
@@ -134,8 +131,7 @@ def paint(kind: str, text: str) -> str:
 
 
 def show(episode: dict, tokenizer, title: str) -> None:
-    """One trajectory: prompt grey, the policy's tokens green, the tool's blue, and the reward with its
-    parts."""
+    """One trajectory: prompt grey, the policy's tokens green, the tool's blue, the reward's parts."""
     ids, mask, at = episode["ids"], episode["mask"], episode["prompt_len"]
     text = paint("prompt", tokenizer.decode(ids[:at]))
     while at < len(ids):

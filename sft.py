@@ -9,8 +9,8 @@ In the order of the file: which tokens are trained on, the loss, the loop. Real 
 (thinking, calls, their true outputs, errors and repairs) are what makes the reinforcement learning after it
 work (arXiv 2510.11701, section 3).
 
-Left out: LoRA, packing across conversations (they lie side by side in a row but never see each other),
-curriculum.
+Left out: checkpoints on the way (a cold start takes minutes to hours), LoRA, packing across conversations
+(they lie side by side in a row but never see each other), curriculum.
 """
 
 import json
@@ -25,9 +25,19 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import tiny
-from chat import added_tokens, encode_plain, place_tools, render, turn_marks
+from chat import added_tokens, encode_marks, encode_plain, place_tools, render, turn_marks
 from data import fail, load_conversations, parse_args
-from policy import Policy, full, init_process_group, load, micro_batches, packed_row, save, shard
+from policy import (
+    Policy,
+    full,
+    init_process_group,
+    load,
+    micro_batches,
+    packed_row,
+    save,
+    set_threads,
+    shard,
+)  # fmt: skip
 from tools import PythonTool
 
 
@@ -73,8 +83,7 @@ PRESETS = {
 
 
 def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | None = None):
-    """(ids, mask) of a conversation: mask 1 on what the assistant wrote, its end-of-turn token included, 0
-    elsewhere.
+    """(ids, mask) of a conversation: mask 1 on what the assistant wrote, its end-of-turn token included.
 
     The turns are found in the rendered text, where the template wrote their header and end; what a message
     merely looks like can neither begin nor end one. Headers are encoded apart from the answers, as they are
@@ -101,7 +110,7 @@ def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | N
             continue
         while text:
             before, mark, text = text.partition(end if inside else header)
-            add(tokenizer.encode(before + mark, add_special_tokens=False))
+            add(encode_marks(tokenizer, before + mark))
             if inside:
                 turns[-1] += before
             if mark:
@@ -175,8 +184,7 @@ def tokenize_all(tokenizer, conversations, max_len: int) -> list[tuple[list[int]
 def train(policy: Policy, examples, config: Config, device: str = "cpu") -> list[float]:
     """Minimise the cross-entropy of the policy's tokens. Returns the loss of every step, in nats a token.
 
-        loss of a batch = - sum of log pi(token) over its policy tokens / (conversations in it * tokens per
-        conversation)
+        loss of a batch = - sum of log pi(token) over its policy tokens / (conversations * tokens of one)
 
     where "tokens per conversation" is the mean of the whole data set, a constant. So each token of the data
     weighs the same, in any batch, micro-batch and rank. Dividing by the batch's own count would let tokens of
@@ -203,9 +211,7 @@ def train(policy: Policy, examples, config: Config, device: str = "cpu") -> list
             chosen = [examples[batch[i]] for i in row] or [([0], [0])]
             logp, _ = policy(*packed_row([ids for ids, _ in chosen], [mask for _, mask in chosen], device))
             loss = -logp.sum() / (config.batch * tokens)
-            (
-                loss * ranks
-            ).backward()  # FSDP averages over the ranks; the loss is already divided by all tokens
+            (loss * ranks).backward()  # FSDP averages over the ranks; all tokens divide the loss already
             total += loss.detach()
         dist.all_reduce(total)
         for group in optimizer.param_groups:
@@ -234,17 +240,21 @@ def learning_rate(step: int, steps: int, warmup: float) -> float:
 def run(config: Config) -> Path:
     """Train as the configuration says and save a Hugging Face folder at config.out. All ranks call it."""
     rank, ranks, device = init_process_group()
-    torch.set_num_threads(config.threads or max(1, torch.get_num_threads() // ranks))
+    set_threads(config.threads, ranks)
     out = Path(config.out)
     if out.exists():
         fail(f"--out {out} exists already; give another name, or delete it")
     if not config.model or not config.data:
         fail("--model and --data say what to train on what; --preset tiny brings both")
     if config.data == "tiny":
-        with PythonTool(timeout_s=2, max_chars=tiny.MAX_CHARS) as tool:
-            said = tiny.conversations(config.teacher, config.seed, tool)
-            bar = tqdm(said, "teacher, every program really run", config.teacher, disable=rank > 0)
-            conversations = [{"messages": messages} for messages in bar]
+        lesson = [[]]
+        if rank == 0:  # one teacher for all: a program late on one rank would change its tokenizer
+            with PythonTool(timeout_s=2, max_chars=tiny.MAX_CHARS) as tool:
+                said = tiny.conversations(config.teacher, config.seed, tool)
+                bar = tqdm(said, "teacher, every program really run", config.teacher)
+                lesson = [[{"messages": messages} for messages in bar]]
+        dist.broadcast_object_list(lesson)
+        conversations = lesson[0]
     try:
         if config.data != "tiny":
             conversations = load_conversations(config.data)
@@ -264,5 +274,7 @@ def run(config: Config) -> Path:
 
 
 if __name__ == "__main__":
-    config = parse_args(Config, presets=PRESETS)
-    print(f"saved {run(config)}")
+    folder = run(parse_args(Config, presets=PRESETS))
+    if dist.get_rank() == 0:
+        print(f"saved {folder}")
+    dist.destroy_process_group()

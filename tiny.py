@@ -1,5 +1,4 @@
-"""The built-in world of the laptop run: five families of problems, a scripted teacher, a tokenizer and a
-small model.
+"""The built-in world of the laptop run: five families of problems, a scripted teacher, a tokenizer, a model.
 
 Half a million weights can learn to copy two-digit numbers into a program, but not to compute 37 ** 19 % 58.
 So the answer has to come from Python, and the policy has to find out that it should call it, which program is
@@ -97,8 +96,7 @@ def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:
 
 
 def script(rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
-    """(question, acts): each act is ("say", text) or ("run", program); the last words "{}" stand for the last
-    output."""
+    """(question, acts): each act is ("say", text) or ("run", program); the last "{}" is the last output."""
     _, question, assignment, expression, answer = draw(rng, test=False)
     good = f"{assignment}print({expression})"
     if rng.random() < 0.35:  # from the head, nearly always wrong
@@ -164,8 +162,7 @@ def texts(conversations: list[dict]) -> list[str]:
 
 
 def tokenizer(texts: list[str], vocabulary: int = 640) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which two digits are one token, with the control tokens of ChatML and the hermes
-    format."""
+    """Byte-level BPE in which two digits are one token, with the control tokens of ChatML and hermes."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]  # tokens, but no role marks
     bpe = Tokenizer(models.BPE())
@@ -196,8 +193,7 @@ def tokenizer(texts: list[str], vocabulary: int = 640) -> PreTrainedTokenizerFas
 
 
 def model(vocabulary: int) -> Qwen3ForCausalLM:
-    """0.47 million weights: 2 layers, hidden 128, 4 query and 2 key heads, tied embeddings. Seed torch
-    before."""
+    """0.47 million weights: 2 layers, hidden 128, 4 query and 2 key heads, tied embeddings."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=128,

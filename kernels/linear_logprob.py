@@ -74,9 +74,7 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         ctx.save_for_backward(x, weight, targets, inv_t, sums)
         ctx.parts, ctx.body = parts, body
         ctx.kept = buffer if len(parts) == 1 else None
-        ctx.set_materialize_grads(
-            False
-        )  # the gradient of an unused output arrives as None, and costs nothing
+        ctx.set_materialize_grads(False)  # an unused output's gradient arrives as None and costs nothing
         return logp, entropy
 
     @staticmethod
@@ -85,9 +83,8 @@ class _LinearLogprobEntropy(torch.autograd.Function):
         x, weight, targets, inv_t, sums = ctx.saved_tensors
         want_x, want_w = ctx.needs_input_grad[:2]
         g_logp, g_entropy = incoming(g_logp, g_entropy, targets, inv_t)
-        x_live = x.masked_fill(
-            idle_rows(g_logp, g_entropy)[:, None], 0.0
-        )  # 0 * NaN of an idle row would reach d weight
+        idle = idle_rows(g_logp, g_entropy)[:, None]
+        x_live = x.masked_fill(idle, 0.0)  # 0 * NaN of an idle row would reach d weight
         kept, ctx.kept = ctx.kept, None  # overwritten below: a second backward makes the logits again
         buffer = (
             torch.empty(len(x), ctx.parts[0][1], dtype=inv_t.dtype, device=x.device) if kept is None else kept
@@ -121,9 +118,7 @@ if triton is not None:
         BN: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * BN + tl.arange(0, BN)  # neighbours in time share the tiles of w in L2
-        some_row = tl.minimum(
-            row, n - 1
-        )  # rows and columns past the end read the last one: no mask in the inner loop
+        some_row = tl.minimum(row, n - 1)  # past the end, read the last one: no mask in the inner loop
         k = tl.arange(0, BH)
         t = tl.load(t_ptr + some_row)
         inv_t = tl.load(inv_t_ptr + some_row)
@@ -145,9 +140,8 @@ if triton is not None:
                     a, b = a.to(tl.float32), b.to(tl.float32)
                 z = tl.dot(a, b, z, input_precision="ieee")
             z = tl.where((col < hi)[None, :], z * inv_t[:, None], float("-inf"))
-            zt += tl.sum(
-                tl.where(col[None, :] == t[:, None], z, 0.0), 1
-            )  # 0 unless the target is in this range
+            hit = col[None, :] == t[:, None]
+            zt += tl.sum(tl.where(hit, z, 0.0), 1)  # 0 unless the target is in this range
             m, s, u = absorb(z, m, s, u)
         out = out_ptr + tl.program_id(1) * 4 * n + row
         tl.store(out, m, mask=row < n)

@@ -224,25 +224,18 @@ class _LogprobEntropy(torch.autograd.Function):
         logp, entropy, sums = merge(stats, targets == IGNORE)
         ctx.save_for_backward(logits, targets, inv_t, sums)
         ctx.inplace, ctx.body = inplace, body
-        ctx.set_materialize_grads(
-            False
-        )  # the gradient of an unused output arrives as None, and costs nothing
+        ctx.set_materialize_grads(False)  # an unused output's gradient arrives as None and costs nothing
         return logp, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_logp, g_entropy):
         logits, targets, inv_t, sums = ctx.saved_tensors
-        out = (
-            logits.detach()
-            if ctx.inplace
-            else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        )
+        contiguous = torch.contiguous_format
+        out = logits.detach() if ctx.inplace else torch.empty_like(logits, memory_format=contiguous)
         g_logp, g_entropy = incoming(g_logp, g_entropy, targets, inv_t)
         BODIES[ctx.body][1](logits.detach(), targets, inv_t, sums, g_logp, g_entropy, out)
-        if (
-            ctx.inplace
-        ):  # whoever needs these logits later gets an error from autograd, not a gradient in their place
+        if ctx.inplace:  # who needs these logits later gets autograd's error, not the gradient in their place
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None
 

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 import attention
 from attention import Blocks, Segments, trunk
-from policy import audit
+from policy import audit, sampler_copy
 
 ROOT = Path(__file__).parent.parent
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -366,3 +366,17 @@ def test_the_program_starts_where_a_package_named_kernels_is_installed(tmp_path,
     else:
         hidden, ours = done.stdout.split()
         assert hidden.startswith(str(tmp_path)) and ours == str(ROOT / "kernels" / "linear_logprob.py")
+
+
+def test_a_half_precision_copy_for_sampling_keeps_its_rope_frequencies():
+    """model.to(bfloat16) rounds the buffers too: with theta 1e6 and heads of 128 an angle is off by a radian
+    after a thousand tokens, and every sampled token is off-policy without a sign of it."""
+    model = small_model("qwen3")
+    copied = sampler_copy(model, torch.bfloat16)
+    assert {w.dtype for w in copied.parameters()} == {torch.bfloat16}
+    buffers = dict(copied.named_buffers())
+    assert buffers and all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert all(b.dtype == torch.float32 for b in buffers.values())
+    tied = small_model("qwen3", tie_word_embeddings=True)
+    copied = sampler_copy(tied, torch.bfloat16)
+    assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight

@@ -814,6 +814,13 @@ def test_the_share_of_right_answers_has_wilsons_interval():
         (["--scale", "mean"], ["--scale mean", "std or none"]),
         (["--old-logp", "both"], ["--old_logp both", "trainer or sampler"]),
         (["--temperature", "0"], ["--temperature 0.0"]),
+        (["--save-every", "0"], ["--save_every 0"]),
+        (["--lr", "-1"], ["--lr -1.0"]),
+        (["--max-rows", "0"], ["--max_rows 0"]),
+        (["--tool-seconds", "0"], ["--tool_seconds 0.0"]),
+        (["--cache-tokens", "64"], ["--cache_tokens 64", "214"]),
+        (["--eval-every", "-1"], ["--eval_every"]),
+        (["--tis", "2"], ["--tis", "--old_logp trainer"]),
         (["--preset", "qwen3-4b", "--model", ""], ["--model"]),
     ],
 )

@@ -503,6 +503,13 @@ def test_a_prompt_without_room_returns_at_once(monkeypatch):
     assert all(t.finish == "length" for t in found) and not fed
 
 
+@pytest.mark.parametrize("size", [{"max_rows": 0}, {"prefill": 0}])
+def test_a_sampler_that_could_never_take_a_step_is_refused(tokenizer, size):
+    """It would look for work for ever."""
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        Sampler(small_model("qwen3"), tokenizer, max_len=64, **size)
+
+
 def test_a_request_that_can_never_fit_is_refused_with_its_numbers():
     """Waiting for ever for blocks that do not exist, or a prompt cut in silence
     (PrimeIntellect-ai/prime-rl#1986)."""
