@@ -429,7 +429,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
         if rank == 0:
             with (out / "trajectories" / f"step_{step:06d}.jsonl").open("w") as f:
                 for e in episodes:
-                    e["logprobs"] = [round(lp, 5) for lp in e["logprobs"]]
+                    e["logprobs"] = [round(lp, 6) for lp in e["logprobs"]]
                     f.write(json.dumps({"step": step, **e}) + "\n")
             left = clock(sum(pace) / len(pace) * (config.steps - step))
             right, ran = row["reward/correct"], row["tool/success"]
