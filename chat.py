@@ -124,7 +124,7 @@ def place_tools(tokenizer, messages: list[dict], tools: list[dict] | None):
     word; then their description goes in front of the first message of the user, and one line says so."""
     if not tools or render(tokenizer, messages, tools) != render(tokenizer, messages):
         return messages, tools
-    _say_once("the chat template has no place for tools: their description goes into the user's message")
+    say_once("the chat template has no place for tools: their description goes into the user's message")
     messages = copy.deepcopy(messages)
     first = next(m for m in messages if m["role"] == "user")
     first["content"] = tool_description(tools) + "\n\n" + first["content"]
@@ -203,7 +203,7 @@ class ToolTurn:
             if sum(plain for _, plain in pieces) != n:
                 raise ValueError("the results are not in the rendered text")
         except ValueError as error:
-            _say_once(f"the chat template has no tool role ({error}): the user gives the results")
+            say_once(f"the chat template has no tool role ({error}): the user gives the results")
             said[1] = {"role": "assistant", "content": "a"}
             shown = [{"role": "user", "content": "<tool_response>\n\ue0f2\n</tool_response>\n" * n}]
             text = "".join(p for p, _ in render(self.tokenizer, said + shown, None, True))
@@ -217,7 +217,7 @@ class ToolTurn:
 _said = set()
 
 
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     if line not in _said:
         _said.add(line)
         print(line, flush=True)

@@ -30,7 +30,7 @@ from chat import encode_prompt
 from data import Problem, fail, load_problems, parse_args
 from policy import init_process_group, load
 from rollout import Sampler, Trajectory, run_agent
-from run import clock, write_whole
+from run import clock, make_folder, run_script, write_whole
 from tools import PythonTool
 
 
@@ -38,7 +38,7 @@ from tools import PythonTool
 class Config:
     model: str  # hub name, folder, or .gguf file
     data: str  # named set, hub data set, .jsonl or .parquet file, or tiny
-    out: str = ""  # folder of the results; default runs/eval-MODEL-DATA
+    out: str = ""  # folder of the results; default runs/eval-MODEL-DATA-HOW
     samples: int = 32  # samples a problem
     limit: int | None = None  # only so many problems, the first
     tool: bool = True  # the policy may call the Python tool
@@ -221,12 +221,14 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
     with PythonTool(*limits) as tool, ThreadPoolExecutor() as threads:
         described = [tool.schema] if with_tool and cfg.data != "tiny" else None  # tiny: bare questions
         prompts = {i: encode_prompt(tokenizer, problems[i].messages, described) for i in missing}
-        needs = max(map(len, prompts.values())) + cfg.max_new_tokens
-        context = model.config.max_position_embeddings
-        if needs > context:
-            print(f"the context of {context} leaves {context - needs + cfg.max_new_tokens} tokens after the "
-                  f"longest prompt, not {cfg.max_new_tokens}", flush=True)  # fmt: skip
-        sampler = Sampler(model, tokenizer, cfg.max_rows, min(needs, context), cfg.cache_tokens)
+        longest, context = max(map(len, prompts.values())), model.config.max_position_embeddings
+        if longest >= context:
+            fail(f"the longest prompt has {longest} tokens, the context of {cfg.model} only {context}")
+        if longest + cfg.max_new_tokens > context:
+            print(f"the context of {context} leaves {context - longest} tokens after the longest prompt, "
+                  f"not {cfg.max_new_tokens}", flush=True)  # fmt: skip
+        most = min(longest + cfg.max_new_tokens, context)
+        sampler = Sampler(model, tokenizer, cfg.max_rows, most, cfg.cache_tokens)
         law = (cfg.samples, cfg.max_turns, cfg.max_new_tokens, cfg.temperature, cfg.top_p)
         tools, began, right = {"python": tool} if with_tool else {}, time.perf_counter(), 0
         for at in range(0, len(missing), cfg.chunk):
@@ -250,6 +252,10 @@ def main(argv: list[str] | None = None) -> None:
         for name, value in vars(cfg).items():
             if type(value) is int and value < 1 and name != "seed":
                 raise ValueError(f"--{name} is {value}; it must be at least 1")
+        if not cfg.temperature >= 0 or not 0 < cfg.top_p <= 1 or not cfg.tool_seconds > 0:
+            raise ValueError("--temperature must be 0 or more, --top_p in (0, 1], --tool_seconds more than 0")
+        if cfg.both and not cfg.tool:
+            raise ValueError("--both and --no-tool contradict each other; leave one out")
         if cfg.temperature == 0 and cfg.samples > 1:
             raise ValueError(f"--temperature 0 would give {cfg.samples} times the same sample; --samples 1?")
         if cfg.dtype == "auto":
@@ -264,8 +270,12 @@ def main(argv: list[str] | None = None) -> None:
         name = "-".join(
             p for p in Path(cfg.model).parts[-4:] if p not in ("/", "runs", "checkpoints", "model")
         )
-        out = Path(cfg.out or f"runs/eval-{name}-{Path(cfg.data).stem}")
+        how = "both" if cfg.both else "tool" if cfg.tool else "plain"
+        out = Path(cfg.out or f"runs/eval-{name}-{Path(cfg.data).stem}-{how}")
+        if out.is_file():
+            raise ValueError(f"--out {out} is a file; give a folder")
         if rank == 0:
+            make_folder(out)
             conditions = open_folder(out, cfg, problems, model, device)
             merge(out)
     except ValueError as error:
@@ -290,4 +300,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -37,7 +37,7 @@ import tiny
 from data import fail, load_problems, parse_args
 from episodes import Agents, evaluate, measure
 from rollout import random_key
-from run import Log, checkpoint, clock, latest, open_run, restore, show
+from run import Log, checkpoint, clock, latest, open_run, restore, run_script, show
 from tools import PythonTool
 
 
@@ -117,8 +117,10 @@ def check(c: Config) -> None:
         (c.batch < 1 or c.batch % max(c.group, 1),
          f"--batch {c.batch} is not divisible by --group {c.group}; take {legal}"),
         (not 1 <= c.mini_batches <= c.batch, f"--mini_batches {c.mini_batches}: take 1 to --batch {c.batch}"),
-        *((getattr(c, name) <= 0, f"--{name} {getattr(c, name)}: take more than 0") for name in POSITIVE),
-        (c.lr < 0, f"--lr {c.lr}: take 0 or more"),
+        *((not getattr(c, name) > 0, f"--{name} {getattr(c, name)}: take more than 0") for name in POSITIVE),
+        (not 0 <= c.lr < float("inf"), f"--lr {c.lr}: take 0 or more"),
+        (not 0 <= c.clip_low <= 1 or not c.clip_high >= 0,
+         f"--clip_low {c.clip_low} --clip_high {c.clip_high}: take 0 to 1, and 0 or more"),
         (c.cache_tokens is not None and c.cache_tokens < c.max_prompt + c.max_new_tokens,
          f"--cache_tokens {c.cache_tokens}: one trajectory may have {c.max_prompt + c.max_new_tokens}"),
         (min(c.eval_every, c.show_every, c.threads, c.tool_workers, c.tis) < 0,
@@ -460,4 +462,4 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
 
 
 if __name__ == "__main__":
-    main(parse_args(Config, presets=PRESETS))
+    run_script(main, parse_args(Config, presets=PRESETS))

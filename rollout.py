@@ -19,7 +19,6 @@ project take this file and attention.py, for agents also chat.py and tools.py.
 
 import concurrent.futures
 import time
-import warnings
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from attention import Blocks, Segments, trunk
-from chat import ToolTurn
+from chat import ToolTurn, say_once
 from tools import ToolResult, parse_tool_calls
 
 
@@ -224,10 +223,9 @@ class Sampler:
                 else:
                     row = Row(t.ids, i, limit, random_key(seed, number, j), t, turn_start=len(prompt))
                     self.queue.append(row)
-        short = sum(len(prompt) + max_new_tokens > self.max_len for prompt in prompts)
-        if short:  # once a process, as warnings are
-            text = f"{short} prompts and max_new_tokens {max_new_tokens} exceed max_len {self.max_len}"
-            warnings.warn(f"{text}: they get the room that is left", stacklevel=3)
+        if any(len(prompt) + max_new_tokens > self.max_len for prompt in prompts):
+            text = f"max_new_tokens {max_new_tokens} is more than some prompts leave of {self.max_len}"
+            say_once(f"{text}: they get what is left")
         idle = False
         try:
             while self.queue or self.running:

@@ -8,6 +8,7 @@ A checkpoint gets its name only when everything is in it, so a run killed at any
 one. Seeds and data are functions of the step: no random state needs storing.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -35,13 +36,18 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
             fail(f"{out} holds a run with other settings ({differ}); give another --out, or delete it")
     else:
         here = list(out.iterdir()) if out.is_dir() else [out] if out.exists() else []
-        if any(
-            p.name != "trajectories" and p.suffix != ".part" for p in here
-        ):  # else: a run killed at its start
+        started = {"trajectories", "lock", "config.json.part"}  # what a run killed at its start leaves
+        if any(path.name not in started for path in here):
             fail(f"--out {out} exists and is not a run of this program; give another name")
     dist.barrier()
     if dist.get_rank() == 0:
-        (out / "trajectories").mkdir(parents=True, exist_ok=True)
+        make_folder(out)
+        _locks.append((out / "lock").open("w"))  # held until this process ends, however it ends
+        try:
+            fcntl.flock(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            fail(f"another process is writing {out}; wait for it, or give another --out")
+        (out / "trajectories").mkdir(exist_ok=True)
         versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy")}
         content = {
             "config": settings,
@@ -51,6 +57,28 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
         }
         write_whole(file, json.dumps(content, indent=2) + "\n")
     dist.barrier()
+
+
+_locks: list = []
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {out} cannot be made ({error.strerror}); give another name")
+
+
+def run_script(main, *arguments) -> None:
+    """main(*arguments), where Ctrl-C and a closed pipe end the program with a line and not with a trace."""
+    try:
+        main(*arguments)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues after the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -125,7 +153,7 @@ COLOURS = {"prompt": "2", "policy": "32", "tool": "36", "right": "1;32", "wrong"
 def paint(kind: str, text: str) -> str:
     """Colour on a terminal, bars around the tool's text elsewhere. Control codes are shown, not obeyed."""
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         return f"\033[{COLOURS[kind]}m{text}\033[0m"
     return f"|{text}|" if kind == "tool" else text
 

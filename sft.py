@@ -38,6 +38,7 @@ from policy import (
     set_threads,
     shard,
 )  # fmt: skip
+from run import make_folder, run_script
 from tools import PythonTool
 
 
@@ -219,7 +220,7 @@ def train(policy: Policy, examples, config: Config, device: str = "cpu") -> list
         norm = full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
         if not torch.isfinite(norm):
             fail(
-                f"step {step + 1}: the gradient is {norm.item()}; lower --lr {config.lr}, or look at the data"
+                f"step {step + 1}: the gradient is {norm.item()}; lower --lr {config.lr} or look at the data"
             )
         optimizer.step()
         optimizer.zero_grad()
@@ -246,6 +247,11 @@ def run(config: Config) -> Path:
         fail(f"--out {out} exists already; give another name, or delete it")
     if not config.model or not config.data:
         fail("--model and --data say what to train on what; --preset tiny brings both")
+    for name in ("epochs", "batch", "lr", "clip_norm", "max_len", "tokens_per_row", "teacher"):
+        if not 0 < getattr(config, name) < float("inf"):
+            fail(f"--{name} {getattr(config, name)}: take more than 0")
+    if rank == 0:
+        make_folder(out.with_name(out.name + ".part"))  # where the model will be saved: now, not after hours
     if config.data == "tiny":
         lesson = [[]]
         if rank == 0:  # one teacher for all: a program late on one rank would change its tokenizer
@@ -273,8 +279,12 @@ def run(config: Config) -> Path:
     return out
 
 
-if __name__ == "__main__":
-    folder = run(parse_args(Config, presets=PRESETS))
+def main(config: Config) -> None:
+    folder = run(config)
     if dist.get_rank() == 0:
         print(f"saved {folder}")
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args(Config, presets=PRESETS))

@@ -297,7 +297,7 @@ def test_rows_after_the_checkpoint_are_dropped_whatever_the_last_line_is(tmp_pat
 def test_a_run_killed_before_its_configuration_was_written_can_be_started_again(tmp_path):
     """A kill in the first moment must not make the name of the run unusable."""
     (tmp_path / "out/trajectories").mkdir(parents=True)
-    (tmp_path / "out/config.part").write_text('{"config": {"st')
+    (tmp_path / "out/config.json.part").write_text('{"config": {"st')
     run.open_run(tmp_path / "out", {"steps": 4}, set())
     assert json.loads((tmp_path / "out/config.json").read_text())["config"] == {"steps": 4}
 
@@ -523,3 +523,12 @@ def test_a_short_run_learns_to_answer_by_the_right_program(scripts):
     right = [row["reward/correct"] for row in rows(scripts.folder / "learns")]
     assert len(right) == 8 and right[0] < 0.6
     assert sum(right[-2:]) / 2 > right[0] + 0.25
+
+
+def test_two_processes_never_write_one_run(tmp_path):
+    """The second command would write over the first one's settings, metrics and checkpoints."""
+    run.open_run(tmp_path / "out", {"steps": 4}, set())
+    code = "import torch, transformers, numpy, policy, run, pathlib; policy.init_process_group(); "
+    code += f"run.open_run(pathlib.Path({str(tmp_path / 'out')!r}), {{'steps': 4}}, set())"
+    second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert second.returncode == 2 and "another process" in second.stderr, second.stderr[-2000:]
