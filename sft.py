@@ -65,19 +65,12 @@ class Config:
 
 PRESETS = {
     "tiny": dict(
-        model="tiny",
-        data="tiny",
-        epochs=1.0,
-        batch=8,
-        lr=4e-3,
-        warmup=0.03,
-        weight_decay=0.0,
-        max_len=512,
-        threads=1,
+        model="tiny", data="tiny", epochs=1.0, batch=8, lr=4e-3, warmup=0.03, weight_decay=0.0,
+        max_len=512, threads=1,
     ),
     "qwen3-4b": dict(model="Qwen/Qwen3-4B-Instruct-2507", data="Gen-Verse/Open-AgentRL-SFT-3K"),
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B-Instruct", data="Gen-Verse/Open-AgentRL-SFT-3K"),
-}
+}  # fmt: skip
 
 
 # ---- which tokens are trained on ---------------------------------------------------------------------------
