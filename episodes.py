@@ -70,10 +70,8 @@ class Agents:
     def reward(self, t: Trajectory, problem) -> dict:
         """The episode as it is stored: the trajectory, whether its answer is right, its reward and parts."""
         c = self.config
-        turns = np.flatnonzero(np.diff([0, *t.mask]) > 0)  # where turns begin; the last has the answer
-        said = self.tokenizer.decode(t.ids[turns[-1] :], skip_special_tokens=True) if len(turns) else ""
-        right = outcome(problem.kind, said, problem.answer, self.tool) == 1.0
-        base, rounds = (1.0 if right else -1.0), max(0, len(turns) - 1)
+        right = outcome(problem.kind, t.answer(self.tokenizer), problem.answer, self.tool) == 1.0
+        base, rounds = (1.0 if right else -1.0), max(0, len(t.turns()) - 1)
         length = len(t.ids) - t.prompt_len  # the tool's tokens count
         parts = {
             "correct": base,

@@ -199,9 +199,8 @@ def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], mod
 
 
 def grade(problem: Problem, t: Trajectory, tokenizer, tool: PythonTool) -> dict:
-    """A row of samples.jsonl. Graded is the text of the policy's last turn, whatever ended it."""
-    last = next((i for i in range(len(t.ids), t.prompt_len, -1) if not t.mask[i - 1]), t.prompt_len)
-    response = tokenizer.decode(t.ids[last:], skip_special_tokens=True)
+    """A row of samples.jsonl."""
+    response = t.answer(tokenizer)
     extract = {"math": reward.extract_boxed, "choice": reward.extract_choice, "code": reward.extract_program}
     return {
         "problem": t.prompt_index, "sample": t.sample_index, "id": problem.id, "family": problem.family,

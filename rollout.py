@@ -45,6 +45,15 @@ class Trajectory:
     prompt_index: int = 0
     sample_index: int = 0
 
+    def turns(self) -> list[int]:
+        """Where in ids each turn of the policy begins."""
+        return [i for i, m in enumerate(self.mask) if m and not self.mask[i - 1]]
+
+    def answer(self, tokenizer) -> str:
+        """Text of the policy's last turn, whatever ended it: what is graded."""
+        turns = self.turns()
+        return tokenizer.decode(self.ids[turns[-1] :], skip_special_tokens=True) if turns else ""
+
 
 # ---- sampling a token --------------------------------------------------------------------------------------
 
