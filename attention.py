@@ -8,17 +8,20 @@ vLLM's paged attention, arXiv 2309.06180).
 Axis letters: N tokens of the row, B sequences in it, Hq / Hkv query and key heads, D head size, M blocks a
 table, S tokens a block, H hidden size.
 
-Left out: kernels of our own. On CPU attention is torch's SDPA, one call for all decoding rows and one for
+Left out: kernels of our own. On CPU attention is torch's SDPA, a call for a few decoding rows and one for
 each other sequence; on CUDA it is one call of torch's varlen_attn. To copy into another project: needs torch
 and transformers (5 or later), and nothing else of this folder.
 """
 
+import contextlib
+import ctypes
+import functools
 import inspect
 import warnings
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -31,6 +34,37 @@ try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep a gigabyte of freed memory: else the logits of each step go back to the kernel and come
+    again as pages to be zeroed, 15 of the 20 ms of sampling from 32 x 49,152. Elsewhere nothing happens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+
+
+@contextlib.contextmanager
+def packed_weights(model):
+    """Within it, linear layers of a bfloat16 model on CPU use copies of their weights, ordered as the matrix
+    unit reads them: without, each product reorders them again, a third of its time at 32 rows. Made anew
+    each time, so they are never those of an older step. Other models stay as they are."""
+    layers, can = [], torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if can and model.device.type == "cpu":
+        layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.bfloat16]
+
+    def linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+    try:
+        for layer in layers:
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+            layer.forward = functools.partial(linear, packed, layer.bias)
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 class Blocks:
@@ -113,25 +147,52 @@ class Segments:
             self.q_max, self.k_max, self.total = int(new.max()), int(total.max()), total.int().to(device)
             self.block_table = tables.int().to(device) if cache else None
         self.ragged = range(len(new))  # sequences that take an attention call of their own
-        self.single = None  # places [b] of the sequences with one new token, which take one call together
+        self.single = []  # sequences with one new token, those with most keys first
         if cache:
             slot = tables[owner, position // cache.size] * cache.size + position % cache.size
             self.slot = slot.to(device)  # [N] where keys and values go in the flattened cache
-            single = new == 1
-            self.ragged = torch.nonzero(~single)[:, 0].tolist()
-            if single.any():
-                self.single = self.last[single.to(device)]
-                self.query_at = past[single].to(device)[:, None]  # [b, 1]
-                width = cache.needs(int(past[single].max()) + 1)
-                self.single_tables = tables[single, :width].to(device)  # [b, m]
-                self.key_at = torch.arange(width * cache.size, device=device)[None]  # [1, m*S]
+            self.ragged = torch.nonzero(new != 1)[:, 0].tolist()
+            self.single = torch.nonzero(new == 1)[:, 0]
+            self.single = self.single[past[self.single].argsort(descending=True, stable=True)]
+            self.past, self.biases = past, {}
+
+    @functools.cached_property
+    def pieces(self) -> list[tuple[int, int, Tensor, Tensor]]:
+        """(from, to) in `single`, tables [c, m], last key that each row sees [c, 1]. Rows of about one length
+        and a megabyte of keys and values, so that what is gathered is read again from the processor's own
+        cache, and no row is padded to the longest of all."""
+        found, start = [], 0
+        while start < len(self.single):
+            width = self.cache.needs(int(self.past[self.single[start]]) + 1)
+            end = start + max(1, 2**19 // (width * self.cache.k[0, 0].nbytes))
+            rows = self.single[start:end]
+            tables, last = self.tables[rows, :width], self.past[rows, None]
+            found.append((start, end, tables.to(self.slot.device), last.to(self.slot.device)))
+            start = end
+        most = max(tables.numel() for _, _, tables, _ in found)
+        self.gathered = self.cache.k.new_empty(2, most, *self.cache.k.shape[2:])  # k, v of a piece
+        return found
+
+    def bias(self, window: int | None) -> list[Tensor]:
+        """Of each piece [c, 1, 1, m*S]: 0 where its rows see the key, else -inf. Made once for all layers."""
+        if window not in self.biases:
+            self.biases[window] = []
+            for _, _, tables, last in self.pieces:
+                key = torch.arange(tables.shape[1] * self.cache.size, device=last.device)[None]  # [1, m*S]
+                hidden = key > last
+                if window:
+                    hidden |= last - key >= window
+                bias = torch.zeros(hidden.shape, dtype=self.cache.k.dtype, device=last.device)
+                self.biases[window].append(bias.masked_fill_(hidden, -torch.inf)[:, None, None])
+        return self.biases[window]
 
 
-def _gather(blocks: Tensor, tables: Tensor) -> Tensor:
+def _gather(blocks: Tensor, tables: Tensor, out: Tensor | None = None) -> Tensor:
     """[blocks, S, Hkv, D], tables [b, m] -> [b, Hkv, m*S, D]. (index_select of whole blocks; blocks[tables]
     is 3 times slower)"""
     b, m = tables.shape
-    picked = blocks.index_select(0, tables.flatten())  # [b*m, S, Hkv, D]
+    out = None if out is None else out[: b * m]
+    picked = torch.index_select(blocks, 0, tables.flatten(), out=out)  # [b*m, S, Hkv, D]
     return picked.view(b, m * blocks.shape[1], *blocks.shape[2:]).transpose(1, 2)
 
 
@@ -193,15 +254,17 @@ def attention(
         if out is not None:
             return out[None], None
 
-    if seg.single is not None:  # all decoding rows at once
-        kb, vb = _gather(keys, seg.single_tables), _gather(values, seg.single_tables)  # [b, Hkv, m*S, D]
-        visible = seg.key_at <= seg.query_at  # [b, m*S]
-        if sliding_window:
-            visible &= seg.query_at - seg.key_at < sliding_window
-        qb = (q[0] if not seg.ragged else q[0, :, seg.single]).transpose(0, 1)[:, :, None]  # [b, Hq, 1, D]
-        ob = sdpa(qb, kb, vb, attn_mask=visible[:, None, None], scale=scaling, enable_gqa=gqa)
-        if not seg.ragged:
-            return ob[:, :, 0][None], None
+    if len(seg.single):  # decoding rows; the query heads of one key head are its queries
+        places = seg.last[seg.single]
+        qb = q[0].transpose(0, 1)[places]  # [b, Hq, D]
+        grouped = qb.reshape(len(qb), k.shape[1], -1, q.shape[3])  # [b, Hkv, Hq / Hkv, D]
+        pieces = []
+        for (start, end, tables, _), bias in zip(seg.pieces, seg.bias(sliding_window)):
+            kb = _gather(keys, tables, seg.gathered[0])  # [c, Hkv, m*S, D]
+            vb = _gather(values, tables, seg.gathered[1])
+            pieces.append(sdpa(grouped[start:end], kb, vb, attn_mask=bias, scale=scaling))
+        out = torch.empty_like(q[0].transpose(0, 1), memory_format=torch.contiguous_format)  # [N, Hq, D]
+        out[places] = torch.cat(pieces).reshape(qb.shape)
 
     outs = []
     for i in seg.ragged:  # training, prompts, tool results: one sequence at a time
@@ -219,13 +282,11 @@ def attention(
             if sliding_window:
                 visible &= query_at - key_at < sliding_window
         outs.append(sdpa(qi, ki, vi, visible, is_causal=visible is None, scale=scaling, enable_gqa=gqa))
-    if seg.single is None:
+    if not len(seg.single):
         return torch.cat(outs, 2).transpose(1, 2), None
-    out = torch.empty_like(q)
-    out[0, :, seg.single] = ob[:, :, 0].transpose(0, 1)
     for i, o in zip(seg.ragged, outs):
-        out[:, :, seg.spans[i][0] : seg.spans[i][1]] = o
-    return out.transpose(1, 2), None
+        out[seg.spans[i][0] : seg.spans[i][1]] = o[0].transpose(0, 1)
+    return out[None], None
 
 
 AttentionInterface.register("segments", attention)

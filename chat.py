@@ -120,8 +120,10 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
 
 
 def place_tools(tokenizer, messages: list[dict], tools: list[dict] | None):
-    """(messages, tools) as they can be rendered. A template that has no place for tools drops them without a
-    word; then their description goes in front of the first message of the user, and one line says so."""
+    """(messages, tools) as they can be rendered. A template that has no place for tools, or for the calls of
+    earlier turns, drops them without a word; then the tools' description goes in front of the first message
+    of the user, the calls into the text of their turn, and one line says so."""
+    messages = place_calls(tokenizer, messages)
     if not tools or render(tokenizer, messages, tools) != render(tokenizer, messages):
         return messages, tools
     say_once("the chat template has no place for tools: their description goes into the user's message")
@@ -129,6 +131,36 @@ def place_tools(tokenizer, messages: list[dict], tools: list[dict] | None):
     first = next(m for m in messages if m["role"] == "user")
     first["content"] = tool_description(tools) + "\n\n" + first["content"]
     return messages, None
+
+
+_drops_calls = weakref.WeakKeyDictionary()  # tokenizer -> (its template, whether it leaves calls out)
+
+
+def place_calls(tokenizer, messages: list[dict]) -> list[dict]:
+    """Tool calls as text, in the form that the policy is told to write, if the template leaves them out."""
+    if not any(m.get("tool_calls") for m in messages):
+        return messages
+    template, drops = _drops_calls.get(tokenizer, ("", False))
+    if template != tokenizer.chat_template:
+        call = {"type": "function", "function": {"name": "python", "arguments": {"code": "qabbaq"}}}
+        said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            drops = not any("qabbaq" in text for text, _ in render(tokenizer, said))
+        except ValueError:
+            drops = False
+        _drops_calls[tokenizer] = tokenizer.chat_template, drops
+    if not drops:
+        return messages
+    say_once("the chat template has no place for tool calls: they go into the text of the assistant")
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.pop("tool_calls", None) or []:
+            function = call.get("function", call)
+            arguments = function["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            said = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+            message["content"] = (message.get("content") or "") + f"\n<tool_call>\n{said}\n</tool_call>"
+    return messages
 
 
 def tool_description(tools: list[dict]) -> str:

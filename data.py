@@ -1,7 +1,11 @@
 """Problems and tool-use trajectories, from the hub or from disk; and the command line of the scripts.
 
-Left out: filters by difficulty, images, hub sets that need a loading script. To copy it elsewhere: reward.py,
-and `pip install datasets` for the hub and parquet.
+    python data.py --filter | --collect | --stitch ...    # difficulty and trajectories: see collect.py
+
+Read as they are published, by hub name or from a file: Gen-Verse/Open-AgentRL-30K, -SFT-3K (trajectories) and
+-Eval, BytedTsinghua-SIA/DAPO-Math-17k, openai/gsm8k:main:train, MATH (EleutherAI/hendrycks_math:algebra:train
+and others with its columns), GPQA, LiveCodeBench. Left out: images, hub sets that need a loading script. To
+copy it elsewhere: reward.py, and `pip install datasets` for the hub and parquet.
 """
 
 import argparse
@@ -67,10 +71,25 @@ def load_problems(name_or_path: str, tool: bool = True, limit: int | None = None
     tool    False: the prompt does not mention the Python tool
     raises  ValueError, one sentence: nothing there, or a row (named) in which problem or answer is missing
     """
+    return [problem for _, problem in load_rows(name_or_path, tool, limit)]
+
+
+def load_rows(name_or_path: str, tool: bool = True, limit: int | None = None) -> list[tuple[dict, Problem]]:
+    """load_problems, each with the row that it was made of. A problem counts once: DAPO-Math-17k on the hub
+    holds each of its own a hundred times."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it counts problems and must be at least 1")
-    family = Path(name_or_path.split(":")[0]).stem.lower()
-    return _mapped(name_or_path, lambda row, n: _to_problem(row, n, family, tool), limit)
+    family, seen = Path(name_or_path.split(":")[0]).stem.lower(), set()
+
+    def to_pair(row: dict, n: int):
+        problem = _to_problem(row, n, family, tool)
+        key = hash((str(problem.messages), str(problem.answer)))
+        if key in seen:
+            return None
+        seen.add(key)
+        return row, problem
+
+    return _mapped(name_or_path, to_pair, limit)
 
 
 def _to_problem(row: dict, n: int, family: str, tool: bool) -> Problem:
@@ -215,16 +234,20 @@ def _parsed(value):
 
 def _mapped(name_or_path: str, to_item, limit: int | None = None) -> list:
     """to_item(row, its number) of the first rows; an error names the row and its columns."""
-    items, left_out = [], []
+    items, left_out, repeated = [], [], 0
     for n, (where, row) in enumerate(_rows(name_or_path), 1):
         try:
-            items.append(to_item(row, n))
+            item = to_item(row, n)
+            items += [item] if item else []
+            repeated += not item
         except NotImplementedError as reason:  # code tests on which nothing here could grade a program
             left_out.append(f"{where}: {reason}")
         except ValueError as reason:
             raise ValueError(f"{where}: {reason}; columns found: {', '.join(row)}") from None
         if len(items) == limit:
             break
+    if repeated:
+        print(f"{name_or_path}: {repeated} rows left out that repeat a problem", file=sys.stderr)
     if left_out:
         print(f"{name_or_path}: {len(left_out)} rows left out; the first is {left_out[0]}", file=sys.stderr)
     if not items:
@@ -274,22 +297,31 @@ def _table(where: str | Path, hub: dict | None = None):
         yield json.loads(text, object_hook=lambda found: {k: v for k, v in found.items() if v is not None})
 
 
-def parse_args(config_class, argv: list[str] | None = None, presets: dict[str, dict] | None = None):
+def parse_args(
+    config_class,
+    argv: list[str] | None = None,
+    presets: dict[str, dict] | None = None,
+    about: str | None = None,
+):
     """An instance of the dataclass from the command line; an option outranks the preset, that the default.
+    Presets joined by + are laid over each other, the last on top.
 
     A field is one line, `name: type = default  # unit, meaning`, and an option of its own name, with `_` or
-    `-`; a bool is --tool / --no-tool; `none` is None where the type allows it. Bad input: see fail.
+    `-`; a bool is --tool / --no-tool; `none` is None where the type allows it. Bad input: see fail. about:
+    the text above the options, by default the docstring of the dataclass's file.
     """
     kinds, presets = typing.get_type_hints(config_class), presets or {}
-    comment = dict(re.findall(r"^    (\w+)\s*:[^#\n]*#\s*(.*)$", inspect.getsource(config_class), re.M))
-    parser = argparse.ArgumentParser(description=inspect.getmodule(config_class).__doc__, allow_abbrev=False)
+    source = "".join(inspect.getsource(c) for c in config_class.__mro__[:-1])
+    comment = dict(re.findall(r"^    (\w+)\s*:[^#\n]*#\s*(.*)$", source, re.M))
+    about = about or inspect.getmodule(config_class).__doc__
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.formatter_class, parser.error = argparse.RawDescriptionHelpFormatter, fail
     parser.argument_default = argparse.SUPPRESS  # only what was typed comes back
     for name, kind in kinds.items():
         default = f"default {getattr(config_class, name)}" if hasattr(config_class, name) else "required"
         text = f"{comment.get(name, '')} [{default}]".replace("%", "%%")
         how = {"type": lambda text, kind=kind: _read(text, kind)}
-        how = {"action": argparse.BooleanOptionalAction} if kind is bool else how
+        how = {"action": argparse.BooleanOptionalAction} if bool in (kind, *typing.get_args(kind)) else how
         parser.add_argument(*sorted({f"--{name}", f"--{name.replace('_', '-')}"}), help=text, **how)
     if presets and "preset" not in kinds:
         parser.add_argument("--preset", help=f"settings by name: {', '.join(presets)}")
@@ -297,10 +329,12 @@ def parse_args(config_class, argv: list[str] | None = None, presets: dict[str, d
     if unknown:
         near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
         fail(f"unknown option {unknown[0]!r}; " + (f"did you mean {near[0]}?" if near else "see --help"))
-    preset = getattr(given, "preset", getattr(config_class, "preset", None))
-    if presets and preset and preset not in presets:
-        fail(f"there is no preset {preset!r}; choose from {', '.join(presets)}")
-    values = {k: v for k, v in {**presets.get(preset, {}), **vars(given)}.items() if k in kinds}
+    values, named = {}, getattr(given, "preset", getattr(config_class, "preset", "")) or ""
+    for preset in filter(None, named.split("+")):
+        if presets and preset not in presets:
+            fail(f"there is no preset {preset!r}; choose from {', '.join(presets)}, or join two by +")
+        values |= presets.get(preset, {})
+    values = {k: v for k, v in {**values, **vars(given)}.items() if k in kinds}
     for name in (k for k in kinds if k not in values and not hasattr(config_class, k)):
         fail(f"--{name} is required: {comment.get(name, 'it has no default')}")
     return config_class(**values)
@@ -318,3 +352,9 @@ def fail(sentence: str) -> typing.NoReturn:
     """End the program for a bad input: one sentence, exit code 2."""
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    import collect  # it stands above this file: only the command reaches up
+
+    collect.run_script(collect.main, sys.argv[1:])

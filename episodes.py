@@ -6,7 +6,13 @@ its answer is right, its reward and the parts of it. What the reward is made of:
 Left out: rewards that another model gives.
 """
 
+import contextlib
+import faulthandler
+import itertools
 import math
+import os
+import sys
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +22,10 @@ import torch.distributed as dist
 
 from chat import encode_prompt
 from data import fail
+from policy import take_turns
 from reward import outcome, overlong_penalty, tool_shaping
 from rollout import Sampler, Trajectory, run_agent
+from run import Stop, breakable
 from tools import PythonTool
 
 
@@ -26,12 +34,17 @@ class Agents:
 
     def __init__(self, model, tokenizer, tool: PythonTool, config):
         self.tokenizer, self.tool, self.config = tokenizer, tool, config
+        self.tools = {"python": tool}  # the policy's; each has a schema
         longest = min(config.max_prompt + config.max_new_tokens, model.config.max_position_embeddings)
-        self.sampler = Sampler(model, tokenizer, config.max_rows, longest, config.cache_tokens)
+        limits = config.max_rows, longest, config.cache_tokens
+        self.sampler = Sampler(model, tokenizer, *limits, deterministic=config.deterministic)
+
+    def encode(self, problem) -> list[int]:
+        schema = [t.schema for t in self.tools.values()] if self.config.describe_tool else None
+        return encode_prompt(self.tokenizer, problem.messages, schema)
 
     def prompt(self, problem) -> list[int]:
-        schema = [self.tool.schema] if self.config.describe_tool else None
-        ids = encode_prompt(self.tokenizer, problem.messages, schema)
+        ids = self.encode(problem)
         if len(ids) > self.config.max_prompt:
             fail(
                 f"problem {problem.id} has a prompt of {len(ids)} tokens, more than --max_prompt "
@@ -40,29 +53,33 @@ class Agents:
         return ids
 
     def sample(self, problems, n: int, seed: int) -> list[dict]:
-        """n episodes of each problem, in order, on every rank; each rank samples every ranks-th problem."""
+        """n episodes of each problem, in order, on every rank. Raises Stop on all if one was told to stop.
+
+        A rank takes the next problem when it has a place free; in deterministic mode every ranks-th one.
+        """
         c = self.config
-        mine = range(dist.get_rank(), len(problems), dist.get_world_size())
-        prompts = [self.prompt(problems[i]) for i in mine]
+        if self.sampler.deterministic:
+            mine = range(dist.get_rank(), len(problems), dist.get_world_size())
+            prompts = [self.prompt(problems[i]) for i in mine]
+        else:
+            mine, again = itertools.tee(take_turns(len(problems)))
+            prompts = (self.prompt(problems[i]) for i in again)
+        threads = ThreadPoolExecutor()  # other processes compare answers and test programs
         start = time.perf_counter()
-        tools = {"python": self.tool}
-        trajectories = run_agent(
-            self.sampler,
-            prompts,
-            tools,
-            n,
-            c.max_turns,
-            c.max_new_tokens,
-            c.temperature,
-            seed=seed,
-            indices=mine,
-        )
-        sampled = time.perf_counter()
-        with ThreadPoolExecutor() as threads:  # other processes compare answers and test programs
-            episodes = list(threads.map(lambda t: self.reward(t, problems[t.prompt_index]), trajectories))
+        try:
+            with breakable():
+                law = (n, c.max_turns, c.max_new_tokens, c.temperature)
+                with watched(self.sampler, c.stall):
+                    trajectories = run_agent(self.sampler, prompts, self.tools, *law, seed=seed, indices=mine)
+                sampled = time.perf_counter()
+                episodes = list(threads.map(lambda t: self.reward(t, problems[t.prompt_index]), trajectories))
+        except Stop:
+            return gather(None)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
         self.seconds = {
             "time/rollout": sampled - start,
-            "time/tool_wait": self.sampler.stats["tool_wait"],
+            **{f"time/{k}": v for k, v in self.sampler.stats.items() if isinstance(v, float)},
             "time/reward": time.perf_counter() - sampled,
         }
         return gather(episodes)
@@ -89,17 +106,45 @@ class Agents:
         }
 
 
+@contextlib.contextmanager
+def watched(sampler: Sampler, limit: float):
+    """Ends this process, and so the job, if for `limit` seconds no token was sampled and no tool answered,
+    and shows where each thread stands: the other ranks would wait for hours."""
+    over = threading.Event()
+
+    def watch():
+        seen, since = {}, time.monotonic()
+        while not over.wait(min(limit, 1)):
+            if seen != sampler.stats:
+                seen, since = dict(sampler.stats), time.monotonic()
+            elif time.monotonic() - since > limit:
+                cause = f"rank {dist.get_rank()}: for {limit:g} s no token was sampled and no tool answered"
+                print(f"{cause}, see --stall; where it stands:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(sys.__stderr__)
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 ARRAYS = {"ids": np.int32, "mask": np.int8, "logprobs": np.float32}  # travel as arrays: lists take far longer
 
 
-def gather(episodes: list[dict]) -> list[dict]:
+def gather(episodes: list[dict] | None) -> list[dict]:
     """The episodes of all ranks, sorted, on every rank, so that nothing later depends on who sampled what.
+    Raises Stop on all ranks if one has None: so they agree on the step after which they stop.
 
     Objects travel over gloo, where a rank may wait for hours; NCCL would give up after ten minutes.
     """
     everyone: list = [None] * dist.get_world_size()
-    packed = [{**e, **{k: np.array(e[k], kind) for k, kind in ARRAYS.items()}} for e in episodes]
-    dist.all_gather_object(everyone, packed)
+    if episodes is not None:
+        episodes = [{**e, **{k: np.array(e[k], kind) for k, kind in ARRAYS.items()}} for e in episodes]
+    dist.all_gather_object(everyone, episodes)
+    if any(part is None for part in everyone):
+        raise Stop
     found = [{**e, **{k: e[k].tolist() for k in ARRAYS}} for part in everyone for e in part]
     return sorted(found, key=lambda e: (e["prompt_index"], e["sample_index"]))
 
@@ -115,13 +160,13 @@ def measure(episodes: list[dict]) -> dict[str, float]:
     for e in episodes:
         groups[e["prompt_index"]].append(e["reward"])
         families[e["family"]].append(e["correct"])
+    shaping = [part for part in episodes[0]["reward_parts"] if part != "correct"]
     calls = [r for e in episodes for r in e["tool_results"]]
     ran = [[r["status"] == "ok" for r in e["tool_results"]] for e in episodes]
     return {
         "reward/mean": mean(e["reward"] for e in episodes),
         "reward/correct": mean(e["correct"] for e in episodes),
-        "reward/tool": mean(e["reward_parts"]["tool"] for e in episodes),
-        "reward/overlong": mean(e["reward_parts"]["overlong"] for e in episodes),
+        **{f"reward/{k}": mean(e["reward_parts"][k] for e in episodes) for k in shaping},
         **{f"correct/{family}": mean(right) for family, right in sorted(families.items())},
         "length/policy_tokens": mean(sum(e["mask"]) for e in episodes),
         "length/tool_tokens": mean(len(e["ids"]) - e["prompt_len"] - sum(e["mask"]) for e in episodes),
@@ -135,12 +180,58 @@ def measure(episodes: list[dict]) -> dict[str, float]:
     }
 
 
+def mean_interval(scores: list[list[float]], z: float = 1.96) -> tuple[float, float, float]:
+    """(mean, low, high): the mean over problems of their mean scores m_i, and its 95 % interval.
+
+    scores [problems][samples] in [0, 1]. Samples of one problem hang together, so problems are what varies:
+        se^2 = sum_i (m_i - m)^2 / (P (P - 1))       clustered by problem (arXiv 2411.00640, sec. 2.2)
+        n = m (1 - m) / se^2                         so many independent draws would be as certain
+    and the interval is Wilson's for n draws: m +- z se leaves [0, 1]. Few problems, or a weak model, show too
+    little spread (none when all samples fail), so se and n count two more problems, one solved and one not.
+    """
+    means = np.array([np.mean(s) for s in scores])
+    if not len(means) or not all(0 <= x <= 1 for s in scores for x in s):
+        raise ValueError("an interval needs at least one problem, and scores from 0 to 1")
+    m, wide = float(means.mean()), np.append(means, [0.0, 1.0])
+    n = wide.mean() * (1 - wide.mean()) / (wide.var(ddof=1) / len(wide))
+    n = min(float(n), sum(map(len, scores)))
+    middle = (m + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(m * (1 - m) / n + z * z / (4 * n * n))
+    return m, max(0.0, middle - half), min(1.0, middle + half)
+
+
 def evaluate(agents: Agents, problems, seed: int) -> dict[str, float]:
-    """Share of right answers on unseen problems, one episode each, with its 95 % interval (Wilson)."""
-    found, n = measure(agents.sample(problems, 1, seed)), len(problems)
-    p, z2 = found["reward/correct"], 1.96**2
-    middle, half = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n)))
-    low, high = (middle - half) / (1 + z2 / n), (middle + half) / (1 + z2 / n)
+    """Share of right answers on unseen problems, one episode each, with its 95 % interval."""
+    episodes = agents.sample(problems, 1, seed)
+    found, (p, low, high) = measure(episodes), mean_interval([[float(e["correct"])] for e in episodes])
     families = {f"eval/{k}": v for k, v in found.items() if k.startswith("correct/")}
     tool = {f"eval/tool_{k}": found[f"tool/{k}"] for k in ("used", "success", "repaired")}
     return {"eval/correct": p, "eval/low": low, "eval/high": high, **families, **tool}
+
+
+def alarms(row: dict, before: list[dict], exact: bool) -> dict[str, str]:
+    """What is probably going wrong at this step, in plain words: {metric: sentence}.
+
+    row     metrics of the step; before: those of the steps before, the first of which entropy is measured by
+    exact   the sampler is float32: rounding makes a gap of about 1e-6 then, of 1e-2 in bfloat16
+    """
+    first = next((r["policy/entropy"] for r in before if "policy/entropy" in r), row["policy/entropy"])
+    entropy, right, gap = row["policy/entropy"], row["reward/correct"], row["sampler/gap_mean"]
+    found = [
+        ("policy/entropy", entropy < first / 10 and right < 0.9,
+         f"entropy fell from {first:.3f} to {entropy:.3f} with {right:.0%} right: the policy explores no "
+         "more; a higher --clip_high or a lower --lr keeps it up"),
+        ("policy/entropy", entropy > max(3 * first, 0.5),
+         f"entropy rose from {first:.3f} to {entropy:.3f}: the policy falls apart; lower --lr"),
+        ("tool/used", row["tool/used"] < 0.05,
+         f"{row['tool/used']:.0%} of the episodes call the tool: look at the cold start and at the prompt"),
+        ("group/zero_variance", row["group/zero_variance"] == 1,
+         "in every group all samples earned the same, which teaches nothing: the problems are too easy or "
+         "too hard; choose them by pass rate (collect.py filter), or replace them (--resample)"),
+        ("sampler/gap_mean", gap > (1e-3 if exact else 5e-2),
+         f"log-probs of sampler and trainer differ by {gap:.1e} on average: they are not the same policy"),
+        ("length/truncated", row["length/truncated"] > 0.5,
+         f"{row['length/truncated']:.0%} of the episodes do not end by themselves: raise --max_new_tokens or "
+         "--max_turns"),
+    ]  # fmt: skip
+    return {key: sentence for key, wrong, sentence in found if wrong}

@@ -24,14 +24,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import math_equal
 import reward
 import tiny
 from chat import encode_prompt
 from data import Problem, fail, load_problems, parse_args
+from episodes import mean_interval
 from policy import init_process_group, load
 from rollout import Sampler, Trajectory, run_agent
-from run import clock, make_folder, run_script, write_whole
-from tools import PythonTool
+from run import make_folder, run_script, write_whole
+from terminal import clock
+from tools import PythonTool, bubblewrap
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Config:
     tool_memory: int = 2048  # MB of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
     tool_workers: int | None = None  # processes that run code; default: by cores
+    sandbox: str = "namespaces"  # of the tool; "bwrap": the same inside bubblewrap, which hides your files
     chunk: int = 16  # problems sampled together, then written
     max_rows: int = 64  # trajectories that decode together
     cache_tokens: int | None = None  # tokens the KV cache holds; default: by memory
@@ -82,26 +86,6 @@ def majority_at_k(answers: list[str | None], correct: list[bool]) -> float:
     most = max(map(len, groups.values()), default=0)
     winners = [sum(votes) / most for votes in groups.values() if len(votes) == most]
     return sum(winners) / len(winners) if winners else 0.0
-
-
-def mean_interval(scores: list[list[float]], z: float = 1.96) -> tuple[float, float, float]:
-    """(mean, low, high): the mean over problems of their mean scores m_i, and its 95 % interval.
-
-    scores [problems][samples] in [0, 1]. Samples of one problem hang together, so problems are what varies:
-        se^2 = sum_i (m_i - m)^2 / (P (P - 1))       clustered by problem (arXiv 2411.00640, sec. 2.2)
-        n = m (1 - m) / se^2                         so many independent draws would be as certain
-    and the interval is Wilson's for n draws: m +- z se leaves [0, 1]. Few problems, or a weak model, show too
-    little spread (none when all samples fail), so se and n count two more problems, one solved and one not.
-    """
-    means = np.array([np.mean(s) for s in scores])
-    if not len(means) or not all(0 <= x <= 1 for s in scores for x in s):
-        raise ValueError("an interval needs at least one problem, and scores from 0 to 1")
-    m, wide = float(means.mean()), np.append(means, [0.0, 1.0])
-    n = wide.mean() * (1 - wide.mean()) / (wide.var(ddof=1) / len(wide))
-    n = min(float(n), sum(map(len, scores)))
-    middle = (m + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(m * (1 - m) / n + z * z / (4 * n * n))
-    return m, max(0.0, middle - half), min(1.0, middle + half)
 
 
 def published_bootstrap(answers: list, correct: list[bool], k: int) -> tuple[float, float]:
@@ -174,7 +158,7 @@ def merge(out: Path) -> list[dict]:
 def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], model, device: str) -> dict:
     """Begin a folder, or go on in one; ValueError if it was begun under other conditions, which are returned:
     all that the numbers depend on, the content of problems and weights included."""
-    free = ("out", "chunk", "max_rows", "cache_tokens", "tool_workers", "as_published")  # change no sample
+    free = "out chunk max_rows cache_tokens tool_workers sandbox as_published".split()  # change no sample
     content = {"weights": [p.flatten()[:64].tolist() for p in model.parameters()]}  # 64 values of each tensor
     for tool, some in problems.items():
         content["problems_tool" if tool else "problems_plain"] = [asdict(p) for p in some]
@@ -216,7 +200,7 @@ def grade(problem: Problem, t: Trajectory, tokenizer, tool: PythonTool) -> dict:
 
 def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: list[int], file: Path) -> None:
     """Sample the missing problems; a chunk of them is graded and appended to the file at once."""
-    limits = (cfg.tool_workers, cfg.tool_seconds, cfg.tool_memory, cfg.tool_chars)
+    limits = (cfg.tool_workers, cfg.tool_seconds, cfg.tool_memory, cfg.tool_chars, cfg.sandbox)
     with PythonTool(*limits) as tool, ThreadPoolExecutor() as threads:
         described = [tool.schema] if with_tool and cfg.data != "tiny" else None  # tiny: bare questions
         prompts = {i: encode_prompt(tokenizer, problems[i].messages, described) for i in missing}
@@ -242,6 +226,8 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
             left = clock((time.perf_counter() - began) / ready * (len(missing) - ready))
             print(f"{file.stem}, {'tool' if with_tool else 'no tool'}: {ready}/{len(missing)} problems, "
                   f"{right / ready / cfg.samples:.3f} right, {left} left", flush=True)  # fmt: skip
+        for cause, count in math_equal.counts.items():
+            print(f"{file.stem}: {count} answers counted as wrong without a comparison: {cause}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -259,6 +245,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--temperature 0 would give {cfg.samples} times the same sample; --samples 1?")
         if cfg.dtype == "auto":
             cfg.dtype = "float32" if device == "cpu" else "bfloat16"
+        bubblewrap(cfg.sandbox)
         if cfg.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype is {cfg.dtype}; choose auto, float32 or bfloat16")
         problems = {}

@@ -12,6 +12,7 @@ refuses by name. To copy into another project take attention.py and kernels/ wit
 
 import copy
 import difflib
+import itertools
 import os
 import shutil
 from datetime import timedelta
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -60,6 +61,9 @@ def load(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         fail(f"--model {name}: cannot be loaded; give a hub name, a folder or a .gguf file ({reason})")
+    if gguf:  # its weights are ordinary numbers now; as a "quantized" model it could not be saved
+        model.hf_quantizer = None
+        del model.config.quantization_config
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -234,15 +238,28 @@ def init_process_group() -> tuple[int, int, str]:
 
     The time-out is hours, not NCCL's ten minutes: ranks wait for the one whose trajectories are longest.
     """
+    global _store
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if device != "cpu":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        where = {} if ranks > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        place = next(dist.rendezvous("env://")) if ranks > 1 else (dist.HashStore(), 0, 1)
+        _store = place[0]
+        place = dict(zip(("store", "rank", "world_size"), place))
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(hours=4), **where)
+        dist.init_process_group(backend, timeout=timedelta(hours=4), **place)
     return dist.get_rank(), ranks, device
+
+
+_store: dist.Store | None = None  # of the rendezvous
+_countings = itertools.count()
+
+
+def take_turns(n: int):
+    """The numbers 0 to n-1, each on one rank only: the one that asks for it first. Every rank calls it."""
+    key = f"turns/{next(_countings)}"
+    return itertools.takewhile(lambda i: i < n, (_store.add(key, 1) - 1 for _ in itertools.count()))
 
 
 def set_threads(threads: int, ranks: int) -> int:
@@ -253,18 +270,35 @@ def set_threads(threads: int, ranks: int) -> int:
     return share
 
 
-def shard(policy: Policy, device: str, checkpointing: bool = False) -> Policy:
-    """FSDP2: float32 master weights in shards, bfloat16 compute on GPU. One CPU process: as is."""
+def compute_dtype(name: str, device: str) -> torch.dtype:
+    """The dtype that a configuration names; "": float32 on CPU, bfloat16 on GPU."""
+    return getattr(torch, name or ("float32" if device == "cpu" else "bfloat16"))
+
+
+def shard(
+    policy: Policy, device: str, checkpointing: bool = False, dtype: str = "", offload: bool = False
+) -> Policy:
+    """FSDP2: float32 master weights in shards, compute in `dtype`. One CPU process: not sharded.
+
+    offload: weights, gradients and optimizer state live in CPU memory, where the optimizer steps; a layer's
+    shard travels to the GPU when it is gathered.
+    """
     if checkpointing:
         policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.train()  # checkpointing is silently off in eval mode; dropout is 0, so nothing else differs
-    if dist.get_world_size() > 1 or device != "cpu":
-        mesh = dist.init_device_mesh(device.split(":")[0], (dist.get_world_size(),))
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    compute = compute_dtype(dtype, device)
+    if dist.get_world_size() == 1 and device == "cpu":
+        if compute != torch.float32:  # FSDP would do the same, slower
+            policy.forward = torch.autocast("cpu", compute)(policy.forward)
+    else:
+        how = {
+            "mesh": dist.init_device_mesh(device.split(":")[0], (dist.get_world_size(),)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(device != "cpu") if offload else OffloadPolicy(),
+        }
         for layer in policy.hf.base_model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(policy, mesh=mesh, mp_policy=precision)
+            fully_shard(layer, **how)
+        fully_shard(policy, **how)
     if device != "cpu":
         torch.cuda.empty_cache()  # of the unsharded weights: the sampler's cache is about to ask what is free
     return policy
@@ -278,10 +312,8 @@ def full(tensor: Tensor) -> Tensor:
 def sampler_copy(model, dtype: torch.dtype):
     """A copy for sampling, its weights in `dtype`. Buffers stay as they are: with rope frequencies rounded to
     bfloat16 a position is off by a radian after a thousand tokens."""
-    copied = copy.deepcopy(model)
-    for weight in copied.parameters():
-        weight.data = weight.data.to(dtype)
-    return copied
+    cast = {id(w): nn.Parameter(w.detach().to(dtype, copy=True)) for w in model.parameters()}
+    return copy.deepcopy(model, cast)  # takes them in place of its own: no second model in float32
 
 
 @torch.no_grad()
@@ -291,7 +323,8 @@ def copy_weights(policy: Policy, model) -> None:
         policy.hf.named_parameters(), model.named_parameters(), strict=True
     ):
         assert name == other, f"{name} would be copied into {other}"
-        theirs.copy_(full(mine.detach().to(theirs.dtype)))
+        # .to(device): an offloaded shard is gathered by NCCL
+        theirs.copy_(full(mine.detach().to(theirs.device, theirs.dtype)))
 
 
 def save(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -8,8 +8,8 @@
 The page opens from disk and asks the network for nothing. To stay under 5 MB it holds all metrics.jsonl but a
 choice of trajectories: five steps, and in each the groups whose rewards differ most. What a model or a tool
 wrote is data: it enters the page as JSON, the document as text nodes, and no script but the page's may run.
-Leaves out: statistics over seeds and samples (evaluate.py). To copy it: take report_page.html along, write a
-run's files as grpo.py does; it needs tokenizers, and tools.parse_tool_calls to find the code of a call.
+Leaves out: statistics over seeds and samples (evaluate.py). To copy it: take report_page.html and terminal.py
+along, write a run's files as grpo.py does; it needs tokenizers, and tool_calls.py to find the code of a call.
 """
 
 import argparse
@@ -20,54 +20,45 @@ import html
 import json
 import math
 import os
-import shutil
 import sys
 import time
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tools import parse_tool_calls
+from terminal import FOLLOWED, live, obeys, view
+from tool_calls import parse_tool_calls
 
 # fmt: off
-PANELS = [  # title, unit, keys of metrics.jsonl (* stands for any ending), what they are
-    ("Right answers", "share", "eval/correct reward/correct",
-     "Share of problems answered right: held out, with the 95 % interval, and in the training batch."),
-    ("Right answers by family", "share", "eval/correct/*", "Share of held-out problems right, by family."),
-    ("Batch by family", "share", "correct/*", "Share of the training batch right, by family."),
-    ("Reward", "", "reward/mean reward/tool reward/overlong", "Mean reward of a trajectory, and its shaping parts."),
+PANELS = [  # title, unit, keys of metrics.jsonl (* stands for any ending), what they are; the first eight make curves.png
+    ("Right answers", "share", "eval/correct reward/correct", "Share of problems answered right: held out, with the 95 % interval, and in the training batch."),
+    ("Right answers by family", "share", "eval/correct/*", "Share of held-out problems answered right, by family."),
     ("Tool used", "share", "tool/used eval/tool_used", "Share of trajectories with a tool call."),
-    ("Tool calls", "", "tool/calls", "Mean number of tool calls in a trajectory."),
-    ("Calls that ran", "share", "tool/success tool/repaired",
-     "Share of calls that ran without error; of trajectories where one that ran follows one that failed."),
-    ("Calls that ran, held out", "share", "eval/tool_success eval/tool_repaired", "The same on held-out problems."),
-    ("Length", "", "length/policy_tokens length/tool_tokens",
-     "Mean tokens of a trajectory after the prompt, by who wrote them."),
-    ("Truncated", "share", "length/truncated", "Share of trajectories stopped by a limit of length or turns."),
+    ("Calls that ran", "share", "tool/success tool/repaired", "Share of calls that ran without error; of trajectories where one that ran follows one that failed."),
+    ("Length", "", "length/policy_tokens length/tool_tokens", "Mean tokens of a trajectory after the prompt, by who wrote them."),
     ("Entropy", "", "policy/entropy", "Mean entropy (nats) of the next token, over policy tokens."),
     ("Gradient norm", "", "policy/grad_norm", "Norm of the gradient before clipping."),
-    ("Clip fractions", "", "policy/clip_high policy/clip_low policy/dual",
-     "Share of policy tokens whose gradient a bound of the loss takes away."),
-    ("Distance to the old policy", "", "policy/kl_old", "Mean old minus new log-prob, about KL(old, new)."),
-    ("Sampler/trainer gap", "", "sampler/gap_max sampler/gap_mean",
-     "Difference of a token's log-prob between sampler and trainer under the same weights."),
+    ("Clip fractions", "", "policy/clip_high policy/clip_low policy/dual", "Share of policy tokens whose gradient a bound of the loss takes away."),
+    ("Batch by family", "share", "correct/*", "Share of the training batch answered right, by family."),
+    ("Reward", "", "reward/mean reward/tool reward/overlong", "Mean reward of a trajectory, and its shaping parts."),
+    ("Tool calls", "", "tool/calls", "Mean number of tool calls in a trajectory."),
+    ("Calls that ran, held out", "share", "eval/tool_success eval/tool_repaired", "The same as in training, on held-out problems."),
+    ("Truncated", "share", "length/truncated", "Share of trajectories stopped by a limit of length or turns."),
+    ("Loss", "", "policy/loss", "Mean clipped loss of a policy token; it need not fall."),
+    ("Distance to other policies", "", "policy/kl_old policy/kl_ref", "Mean KL estimate of a policy token: to the policy that sampled, and to the one that training began with."),
+    ("Sampler/trainer gap", "", "sampler/gap_max sampler/gap_mean", "Difference of a token's log-prob between sampler and trainer under the same weights."),
     ("Groups without signal", "share", "group/zero_variance", "Share of groups whose rewards are all equal."),
-    ("Time", "", "time/step time/rollout time/tool_wait time/reward time/train",
-     "Seconds of a step and its parts."),
+    ("Groups replaced", "", "group/resampled", "Number of groups of equal rewards for which other problems were sampled (--resample)."),
+    ("Time of a step", "", "time/step time/rollout time/reward time/train", "Seconds of a step and its parts."),
+    ("Time of the rollout", "", "time/prefill time/decode time/sampling time/tool_wait time/idle_slots", "Seconds of the rollout's parts: prompts and tool results read, tokens computed and drawn, waiting for tools; and of the first two, what free places in the batch took."),
     ("Tool seconds", "", "tool/seconds", "Mean seconds that a tool call takes."),
     ("Speed", "", "speed/tokens_per_s", "Tokens of trajectories, the tool's included, in a second of rollout."),
 ]
-LABELS = {"eval/correct": "held out", "reward/correct": "training batch", "eval/tool_used": "held out",
-          "tool/used": "training batch", "tool/success": "ran", "eval/tool_success": "ran", "eval/tool_repaired": "repaired"}  # other keys are shown by their ending
-BAND = {"eval/correct": ["eval/low", "eval/high"]}
-FIGURE = ["Right answers", "Right answers by family", "Tool used", "Calls that ran", "Length", "Entropy",
-          "Gradient norm", "Clip fractions"]  # the panels of curves.png
-FOLLOWED = {"eval/correct": "right, held out", "reward/correct": "right, batch", "tool/used": "tool used",
-            "tool/success": "calls that ran", "policy/entropy": "entropy, nats"}  # the five in the terminal
-# Okabe and Ito, safe for the colour-blind
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666"]
-TOKENS_IN_PAGE = 80_000  # about 3 MB
 # fmt: on
+BAND = {"eval/correct": ["eval/low", "eval/high"]}
+TOKENS_IN_PAGE = 80_000  # about 3 MB
 
 
 def is_number(x: object) -> bool:
@@ -82,10 +73,8 @@ def read_jsonl(path: Path) -> list[dict]:
     """The objects of a file of lines; says which are broken, but for a last one still being written."""
     rows, lines = [], path.read_bytes().split(b"\n") if path.is_file() else []
     for i, line in enumerate(lines, 1):
-        try:
-            rows.append(
-                dict(json.loads(line, parse_constant=lambda _: None))
-            )  # NaN is no JSON, browsers refuse it
+        try:  # NaN is no JSON, browsers refuse it
+            rows.append(dict(json.loads(line, parse_constant=lambda _: None)))
         except (ValueError, TypeError):
             if line.strip() and i < len(lines):
                 say(f"line {i} of {path} is broken and left out")
@@ -101,7 +90,7 @@ def read_run(folder: str) -> dict:
     try:
         config = dict(json.loads((path / "config.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        say(f"the settings are not shown, for config.json cannot be read ({error})")
+        say(f"steps and settings of {folder} are not known, for config.json cannot be read ({error})")
     config |= config.pop("config", {})  # grpo.py keeps its fields apart from versions and command
     for row in read_jsonl(path / "metrics.jsonl"):
         if is_number(row.get("step")):  # a resumed run repeats steps: the later line counts
@@ -111,16 +100,14 @@ def read_run(folder: str) -> dict:
 
 
 def panels(runs: list[dict]) -> list[dict]:
-    """The panels that have data, keys as (key, label); a key that no panel knows gets its own at the end."""
+    """The panels that have data; a key that no panel knows gets its own at the end."""
     logged = sorted({k for run in runs for row in run["rows"] for k in row} - {"step", *BAND["eval/correct"]})
     known = {k for panel in PANELS for x in panel[2].split() for k in fnmatch.filter(logged, x)}
+    other = [(k, "", k, "Logged by this run; this page has no word on it.") for k in logged if k not in known]
     out = []
-    for title, unit, patterns, text in PANELS + [
-        (k, "", k, "Logged by this run.") for k in logged if k not in known
-    ]:
-        keys = [k for x in patterns.split() for k in fnmatch.filter(logged, x)]
-        labelled = [(k, LABELS.get(k, k.split("/")[-1].replace("_", " "))) for k in keys]
-        out += [{"title": title, "unit": unit, "text": text, "keys": labelled}] if keys else []
+    for title, unit, patterns, text in PANELS + other:
+        if keys := [k for x in patterns.split() for k in fnmatch.filter(logged, x)]:
+            out.append({"title": title, "unit": unit, "text": text, "keys": keys})
     return out
 
 
@@ -147,30 +134,20 @@ def observations(rows: list[dict]) -> list[tuple]:
     high, low = ends("policy/clip_high"), ends("policy/clip_low")
     # fmt: off
     return [
-        ("Right answers rise", "A 4B model goes from 33 to 71 % on AIME 2024, from 30 to 68 % on 2025.",
-         "the first and the last 95 % interval on held-out problems do not touch",
-         right and "held out " + " → ".join("{:.3g} % ({:.3g} to {:.3g})".format(*r) for r in right),
-         right and right[1][1] > right[0][2]),
-        ("The tool stays in use", "A model made for long thoughts stops calling its tool during training.",
-         "the share of trajectories with a call ends at no less than half of its beginning",
+        ("Right answers rise", "A 4B model goes from 33 to 71 % on AIME 2024, from 30 to 68 % on 2025.", "the first and the last 95 % interval on held-out problems do not touch",
+         right and "held out " + " → ".join("{:.3g} % ({:.3g} to {:.3g})".format(*r) for r in right), right and right[1][1] > right[0][2]),
+        ("The tool stays in use", "A model made for long thoughts stops calling its tool during training.", "the share of trajectories with a call ends at no less than half of its beginning",
          used and f"trajectories with a call {percent(used)}", used and 0 < used[0] / 2 <= used[1]),
-        ("Most calls run", "In deliberative policies, the better ones, more than 70 % of calls run.",
-         "more than 70 % run at the end", ran and f"calls that ran {percent(ran)}", ran and ran[1] > 0.7),
-        ("Fewer and better calls", "Deliberative policies call less often, with more success.",
-         "calls of a trajectory that calls at all fall, and the share that runs rises",
-         calls and ran and f"calls of one {calls[0]:.2f} → {calls[1]:.2f}, ran {percent(ran)}",
-         calls and ran and calls[1] < calls[0] and ran[1] > ran[0]),
-        ("More thought in each round", "Deliberative policies write more before they call.",
-         "policy tokens a turn rise", turn and f"policy tokens a turn {turn[0]:.1f} → {turn[1]:.1f}",
-         turn and turn[1] > turn[0]),
-        ("Entropy stays in a band", "A tight clip with KL lets entropy collapse, a wide one overshoots.",
-         "it ends between a quarter of and four times its beginning",
-         entropy and f"entropy {entropy[0]:.3g} → {entropy[1]:.3g} nats",
-         entropy and entropy[0] / 4 <= entropy[1] <= 4 * entropy[0]),
-        ("Clip-higher acts", "An upper bound of 0.315 brings a 7B model in 60 steps where 0.28 takes 100.",
-         "a policy token in a thousand is clipped at the upper bound, at the beginning or the end",
-         high and low and f"clipped at the upper bound {percent(high)}, at the lower {percent(low)}",
-         high and low and max(high) >= 1e-3),
+        ("Most calls run", "In deliberative policies, the better ones, more than 70 % of calls run.", "more than 70 % run at the end",
+         ran and f"calls that ran {percent(ran)}", ran and ran[1] > 0.7),
+        ("Fewer and better calls", "Deliberative policies call less often, with more success.", "calls of a trajectory that calls at all fall, and the share that runs rises",
+         calls and ran and f"calls of one {calls[0]:.2f} → {calls[1]:.2f}, ran {percent(ran)}", calls and ran and calls[1] < calls[0] and ran[1] > ran[0]),
+        ("More thought in each round", "Deliberative policies write more before they call.", "policy tokens a turn rise",
+         turn and f"policy tokens a turn {turn[0]:.1f} → {turn[1]:.1f}", turn and turn[1] > turn[0]),
+        ("Entropy stays in a band", "A tight clip with KL lets entropy collapse, a wide one overshoots.", "it ends between a quarter of and four times its beginning",
+         entropy and f"entropy {entropy[0]:.3g} → {entropy[1]:.3g} nats", entropy and entropy[0] / 4 <= entropy[1] <= 4 * entropy[0]),
+        ("Clip-higher acts", "An upper bound of 0.315 brings a 7B model in 60 steps where 0.28 takes 100.", "a policy token in a thousand is clipped at the upper bound, at the beginning or the end",
+         high and low and f"clipped at the upper bound {percent(high)}, at the lower {percent(low)}", high and low and max(high) >= 1e-3),
     ]
     # fmt: on
 
@@ -197,14 +174,11 @@ def trajectory(row: dict, tokens) -> dict:
     tokens(ids) -> (their places in the page's table of tokens, text)
     """
     ids, mask, start = row["ids"], row["mask"], row["prompt_len"]
-    parts = [("prompt", ids[:start])]
-    for i, m in zip(ids[start:], mask[start:], strict=True):
-        by = "policy" if m else "tool"
-        if parts[-1][0] != by:
-            parts.append((by, []))
-        parts[-1][1].append(i)
     results, codes, segments = list(row.get("tool_results") or []), [], []
-    for by, part in parts + [("tool", [])]:  # the last one takes results that the policy never saw
+    parts = groupby(zip(mask[start:], ids[start:], strict=True), key=itemgetter(0))
+    parts = [("policy" if m else "tool", [i for _, i in part]) for m, part in parts]
+    # the last one takes results that the policy never saw
+    for by, part in [("prompt", ids[:start]), *parts, ("tool", [])]:
         numbers, text = tokens(part)
         calls = []
         if by == "policy":
@@ -229,16 +203,16 @@ def trajectory(row: dict, tokens) -> dict:
 
 
 def chosen_trajectories(run: dict) -> dict:
-    """{steps: [{step, groups: [{family, answer, rows}]}], pieces: [(id, text)]}; up to TOKENS_IN_PAGE tokens.
+    """{groups: [{step, family, answer, rows}], pieces: [(id, text)]}; up to TOKENS_IN_PAGE tokens.
 
     Of a group the four best and four worst or, where these do not fit, the best and the worst; best first.
     """
-    steps, candidates, table, cache, left = [], [], {}, {}, TOKENS_IN_PAGE
+    found, candidates, table, cache, left = [], [], {}, {}, TOKENS_IN_PAGE
+    file, tokenizer = run["folder"] / "tokenizer" / "tokenizer.json", None
     try:
-        tokenizer = Tokenizer.from_file(str(run["folder"] / "tokenizer" / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more special
-        tokenizer = None
-        say(f"tokens are shown as numbers, for tokenizer/tokenizer.json cannot be read ({error})")
+        say(f"tokens are shown as numbers, for {file} cannot be read ({error})")
 
     def decode(ids: list[int]) -> str:
         text = tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else ""
@@ -250,7 +224,7 @@ def chosen_trajectories(run: dict) -> dict:
         texts = pieces(ids, decode, cache)
         return [table.setdefault(piece, len(table)) for piece in zip(ids, texts)], "".join(texts)
 
-    paths = sorted((run["folder"] / "trajectories").glob("step_*.jsonl"))
+    paths = sorted((run["folder"] / "trajectories").glob("step_" + "[0-9]" * 6 + ".jsonl"))
     evenly = {round(i * (len(paths) - 1) / 4) for i in range(5)}  # the first, the last, and three between
     for path in (path for i, path in enumerate(paths) if i in evenly):
         rows, groups = read_jsonl(path), {}
@@ -261,21 +235,21 @@ def chosen_trajectories(run: dict) -> dict:
             say(f"{lost} trajectories of {path} lack ids or a reward and are left out")
         ranked = [sorted(g, key=lambda r: -r["reward"]) for g in groups.values()]
         ranked.sort(key=lambda g: g[-1]["reward"] - g[0]["reward"])
-        steps.append({"step": path.stem[5:].lstrip("0") or "0", "groups": []})
-        candidates += [(rank, steps[-1], g) for rank, g in enumerate(ranked[:4])]
-    for _, step, group in sorted(candidates, key=lambda c: c[0]):  # each step's first group before any second
+        candidates += [(rank, int(path.stem[5:]), g) for rank, g in enumerate(ranked[:4])]
+    candidates.sort(key=itemgetter(0))  # each step's first group before any second
+    for rank, step, group in candidates:
         group = group if len(group) <= 8 else group[:4] + group[-4:]
         if sum(len(r["ids"]) for r in group) > left:
             group = group[:1] + group[1:][-1:]
         if (size := sum(len(r["ids"]) for r in group)) > left:
             continue
         try:
-            shown = {"family": group[0].get("family"), "answer": group[0].get("answer")}
-            step["groups"].append(shown | {"rows": [trajectory(r, tokens) for r in group]})
+            shown = {"step": step, "family": group[0].get("family"), "answer": group[0].get("answer")}
+            found.append((step, rank, shown | {"rows": [trajectory(r, tokens) for r in group]}))
             left -= size
         except Exception as error:  # whatever is wrong in the file, the page does without this group
-            say(f"a group of step {step['step']} is left out ({error!r})")
-    return {"steps": [s for s in steps if s["groups"]], "pieces": list(table)}
+            say(f"a group of step {step} is left out ({error!r})")
+    return {"groups": [g for *_, g in sorted(found, key=itemgetter(0, 1))], "pieces": list(table)}
 
 
 def write_page(runs: list[dict]) -> Path:
@@ -285,12 +259,14 @@ def write_page(runs: list[dict]) -> Path:
     for run in runs:
         rows = [{k: float(f"{v:.5g}") for k, v in row.items()} for row in run["rows"]]
         data["runs"].append({"name": run["name"], "rows": rows})
-    bounds = {"clip_low": 0.2, "clip_high": 0.28} | {k: v for k, v in config.items() if is_number(v)}
-    data["clip"] = [bounds["clip_low"], bounds["clip_high"]]
-    data["config"] = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
-    data["config"] |= (
-        {"command": " ".join(config["command"])} if isinstance(config.get("command"), list) else {}
-    )
+    bounds = [config.get("clip_low"), config.get("clip_high")]
+    data["clip"] = bounds if all(map(is_number, bounds)) else [0.2, 0.28]
+    data |= {"dual": config.get("dual_clip") or 0, "sequence": config.get("ratio") == "sequence"}
+    done = max((r["step"] for r in runs[0]["rows"]), default=0)
+    about = {"step": f"{done} of {config.get('steps', '?')}"}
+    about |= {k: config.get(k) for k in ("preset", "model", "seed")}
+    about |= {"command": " ".join(map(str, config.get("command") or []))}
+    data["about"] = " · ".join(f"{k} {v}" for k, v in about.items() if v not in (None, ""))
     text = json.dumps(data, separators=(",", ":"))  # ASCII: line separators and lone surrogates are escaped
     for c in "<>&":  # no text may end the script element or open a comment
         text = text.replace(c, f"\\u{ord(c):04x}")
@@ -305,80 +281,57 @@ def write_page(runs: list[dict]) -> Path:
 
 
 def write_png(runs: list[dict]) -> Path:
-    """Writes curves.png, the panels of FIGURE, in the first run's folder and returns its path."""
+    """Writes curves.png, the first eight of PANELS, in the first run's folder and returns its path."""
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    by_title, many = {panel["title"]: panel for panel in panels(runs)}, len(runs) > 1
-    figure = Figure(figsize=(13.5, 5.8), layout="constrained", dpi=150)
-    for axis, title in zip(figure.subplots(2, 4).flat, FIGURE):
-        panel = by_title.get(title, {"keys": [], "unit": ""})
-        for i, run in enumerate(runs):
-            for j, (key, label) in enumerate(panel["keys"]):
-                rows = [r for r in run["rows"] if key in r]
-                x, colour = [r["step"] for r in rows], COLOURS[(i if many else j) % 7]
-                dash, marker = ["-", "--", ":"][j % 3 if many else 0], "o" if len(rows) < 13 else ""
-                label = f"{run['name']} {label}" if many else label
-                axis.plot(
-                    x, [r[key] for r in rows], dash, marker=marker, ms=3, lw=1.6, color=colour, label=label
-                )
-                if key in BAND and all(k in r for r in rows for k in BAND[key]):
-                    low, high = ([r[k] for r in rows] for k in BAND[key])
-                    axis.fill_between(x, low, high, color=colour, alpha=0.18, lw=0)
-        axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
-        axis.set_xlabel("training step", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-        if panel["unit"] == "share":
-            axis.set_ylim(-0.02, 1.02)
-            axis.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
-        else:
-            axis.set_ylim(bottom=0)
-        if panel["keys"]:
-            axis.legend(frameon=False, fontsize=7.5, labelspacing=0.3)
-        else:
-            axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center")
-    figure.savefig(path := runs[0]["folder"] / "curves.png")
+    found, many = {panel["title"]: panel for panel in panels(runs)}, len(runs) > 1
+    with style.context(["tableau-colorblind10", {"axes.spines.top": False, "axes.spines.right": False}]):
+        figure = Figure(figsize=(13.5, 5.8), layout="constrained", dpi=150)
+        for axis, (title, unit, *_) in zip(figure.subplots(2, 4).flat, PANELS):
+            keys = found.get(title, {"keys": []})["keys"]
+            for i, run in enumerate(runs):
+                for j, key in enumerate(keys):
+                    rows = [r for r in run["rows"] if key in r]
+                    x, colour, dash = [r["step"] for r in rows], f"C{i if many else j}", "-:"[many and j % 2]
+                    label = f"{run['name']} {key}" if many else key
+                    axis.plot(x, [r[key] for r in rows], dash, color=colour, label=label, marker=".")
+                    if key in BAND and all(k in r for r in rows for k in BAND[key]):
+                        low, high = ([r[k] for r in rows] for k in BAND[key])
+                        axis.fill_between(x, low, high, color=colour, alpha=0.18, lw=0)
+            axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
+            axis.set_ylim(-0.02 if unit else 0, 1.02 if unit else None)
+            axis.tick_params(labelsize=8)
+            axis.grid(alpha=0.25)
+            if keys:
+                axis.legend(frameon=False, fontsize=7.5, labelspacing=0.3)
+            else:
+                axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center")
+        figure.supxlabel("training step", fontsize=9)
+        figure.savefig(path := runs[0]["folder"] / "curves.png")
     return path
 
 
-def live_view(run: dict) -> list[str]:
-    """Step, time left and speed, then the five numbers that matter, each with its course in small bars."""
-    rows, total = run["rows"], run["config"].get("steps")
-    if not rows:
-        return [f"{run['name']}: waiting for the first step"]
-    step, seconds = rows[-1]["step"], [r["time/step"] for r in rows if "time/step" in r][-5:]
-    head = f"{run['name']}  step {step}"
-    if is_number(total) and total > 0:
-        done = min(20, int(20 * step / total))
-        head += f" of {total}  {'█' * done}{'░' * (20 - done)}"
-        head += f"  {(total - step) * sum(seconds) / len(seconds) / 60:.1f} min left" if seconds else ""
-    speed = rows[-1].get("speed/tokens_per_s")
-    lines = [head + (f"  {speed:.0f} tokens/s" if speed is not None else "")]
-    for key, label in FOLLOWED.items():
-        values = [r[key] for r in rows if key in r][-40:]
-        top = max([*values, 1e-9 if key == "policy/entropy" else 1.0])
-        bars = "".join("▁▂▃▄▅▆▇█"[max(0, min(7, int(8 * v / top)))] for v in values)
-        lines.append(f"  {label:16}" + (f"{values[-1]:6.3f}  {bars}" if values else "     –"))
-    return lines
-
-
 def follow(folder: str) -> None:
-    """Shows a run while it is written, until it ends: redrawn on a terminal, else one plain line a step."""
-    drawn, printed, terminal = 0, -1, sys.stdout.isatty()
-    while True:
-        run = read_run(folder)
-        rows, total = run["rows"], run["config"].get("steps")
-        if terminal:
-            lines = [f"\033[2K{x[: shutil.get_terminal_size().columns - 1]}\n" for x in live_view(run)]
-            print((f"\033[{drawn}A" if drawn else "") + "".join(lines), end="", flush=True)
-            drawn = len(lines)
-        for row in [] if terminal else [r for r in rows if r["step"] > printed]:
+    """Shows a run while it is written, until it ends: a line a step, and on a terminal the live view below."""
+
+    def reads():
+        ended = False
+        while not ended:
+            run = read_run(folder)
+            steps = run["config"].get("steps")
+            steps = steps if is_number(steps) else None
+            yield run["rows"], steps
+            ended = run["rows"] and steps and run["rows"][-1]["step"] >= steps
+            time.sleep(0 if ended else 1)
+
+    printed = -1
+    for seen in live(reads(), lambda item, _, columns: view(*item, columns)):
+        for row in [r for r in seen[0] if r["step"] > printed]:
             printed, numbers = row["step"], [f"{t} {row[k]:.3f}" for k, t in FOLLOWED.items() if k in row]
             print(f"step {printed}", *numbers, sep="  ", flush=True)
-        if rows and is_number(total) and rows[-1]["step"] >= total:
-            return
-        time.sleep(1)
+    if obeys():
+        print(*view(*seen, 80), sep="\n")
 
 
 def main() -> None:

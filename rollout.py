@@ -12,23 +12,25 @@ or a tool's result), and samples one token for each row that is fed up to its en
 
 Random numbers belong to (seed, prompt, sample, position), so a trajectory does not depend on its neighbours.
 
-Left out: prompts shared between ranks as they become free (they are dealt beforehand), CUDA graphs,
+Left out: CUDA graphs,
 speculative decoding, beam search, penalties, prefix sharing between different prompts. To copy into another
-project take this file and attention.py, for agents also chat.py and tools.py.
+project take this file and attention.py, for agents also chat.py and tool_calls.py.
 """
 
 import concurrent.futures
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Blocks, Segments, trunk
+from attention import Blocks, Segments, keep_freed_memory, packed_weights, trunk
 from chat import ToolTurn, say_once
-from tools import ToolResult, parse_tool_calls
+from tool_calls import ToolResult, parse_tool_calls, start_call
 
 
 @dataclass
@@ -83,6 +85,9 @@ def uniforms(keys, positions) -> np.ndarray:
     return (mix(keys ^ mix(positions)) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
+PART = 256  # tokens of the vocabulary that are summed together
+
+
 def sample_tokens(
     logits: Tensor, uniform: Tensor, temperature=1.0, top_p: float = 1.0, top_k: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -93,24 +98,35 @@ def sample_tokens(
     temperature 1. Raises FloatingPointError on NaN or +inf logits: others print token 0 ("!!!!") then.
     """
     logits = logits.float()
-    top = logits.max(-1, keepdim=True).values
+    top = logits.amax(-1, keepdim=True)
     if not torch.isfinite(top).all():
         bad = int((~torch.isfinite(top)).sum())
         raise FloatingPointError(
             f"{bad} of {len(logits)} rows have NaN or inf logits: are the weights broken?"
         )
-    heat = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(len(logits))
-    z = (logits - top) / torch.where(heat > 0, heat, 1.0)[:, None]
+    heat = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)  # [] or [B]
+    all_warm = not isinstance(temperature, Tensor) and temperature > 0
+    z = logits - top
+    if not all_warm or temperature != 1:  # each pass over [B, V] counts
+        z /= torch.where(heat > 0, heat, 1.0)[..., None]
     if top_k and top_k < z.shape[1]:
         z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
         ranked, order = torch.softmax(z, -1).sort(dim=-1, descending=True, stable=True)
         drop = ranked.cumsum(-1) - ranked >= top_p  # the token that crosses top_p stays
         z = z.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
-    p = z.exp()
-    cdf = p.cumsum(-1, dtype=torch.float64)
-    token = torch.searchsorted(cdf, uniform.to(cdf)[:, None] * cdf[:, -1:], right=True)[:, 0]
-    token = torch.where(heat > 0, token, logits.argmax(-1))
+    # Two steps, as a cumulative sum over the vocabulary costs ten times its sum: a part, then a token in it.
+    p = F.pad(z.exp(), (0, -z.shape[1] % PART)).view(len(z), -1, PART)  # [B, V/PART, PART]
+    mass = p.sum(-1)  # [B, V/PART]
+    cdf = mass.cumsum(-1, dtype=torch.float64)
+    target = uniform.to(cdf)[:, None] * cdf[:, -1:]
+    part = torch.searchsorted(cdf, target, right=True)  # [B, 1]; its mass is not 0
+    mass = mass.gather(1, part)
+    rest = ((target - cdf.gather(1, part) + mass) / mass).clamp(0, 1 - 2.0**-52)
+    inner = p[torch.arange(len(p), device=p.device), part[:, 0]].cumsum(-1, dtype=torch.float64)  # [B, PART]
+    token = (part * PART + torch.searchsorted(inner, rest * inner[:, -1:], right=True))[:, 0]
+    if not all_warm:
+        token = torch.where(heat > 0, token, logits.argmax(-1))
     logprob = z.gather(1, token[:, None])[:, 0] - cdf[:, -1].log().float()
     return token, logprob
 
@@ -163,6 +179,8 @@ class Sampler:
         deterministic: bool | None = None,
     ):
         cpu = model.device.type == "cpu"
+        if cpu:
+            keep_freed_memory()
         context = getattr(model.config, "max_position_embeddings", None) or 2**20
         if max_len and max_len > context:
             raise ValueError(f"max_len {max_len} is more than the model's context of {context}; lower it")
@@ -182,7 +200,10 @@ class Sampler:
         self.delay = 4  # steps from a tool call to its result in deterministic mode
         ends = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
         self.stop = {t for end in ends for t in (end if isinstance(end, (list, tuple)) else [end])} - {None}
-        self.stats = {}  # of the last run: steps, tokens sampled, rows put back, seconds of waiting
+        # of the last run: steps, tokens sampled, trajectories ended, rows put back; seconds of prefill (a
+        # forward that reads prompts or tool results), decode (any other), sampling (with the head),
+        # tool_wait (nothing else to do), idle_slots (forwards, times the share of places without a row)
+        self.stats = {}
 
     def generate(
         self, prompts, n=1, max_new_tokens=512, temperature=1.0, top_p=1.0, top_k=0, seed=0, indices=None
@@ -193,6 +214,7 @@ class Sampler:
         returns at once with finish "length". indices: the prompts' numbers, for the seed (default 0, 1, 2
         ...). temperature 0 is greedy. Raises ValueError for an empty prompt and for one that could never fit
         into the cache.
+        prompts and indices may be iterators: the next prompt is then drawn when a row's place is free.
         """
         return self.run(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices)
 
@@ -210,10 +232,17 @@ class Sampler:
         self.law = (temperature, top_p, top_k) if temperature else (0.0, 1.0, 0)
         self.respond, self.follow = respond, follow
         self.queue, self.running, self.prompts = deque(), [], {}
-        self.stats = {"steps": 0, "tokens": 0, "put_back": 0, "tool_wait": 0.0}
+        self.stats = dict.fromkeys(("steps", "tokens", "ended", "put_back"), 0)
+        self.stats |= dict.fromkeys(("prefill", "decode", "sampling", "tool_wait", "idle_slots"), 0.0)
         capacity = len(self.blocks.count) - 1
         trajectories = []
-        for i, prompt in enumerate(prompts):
+        coming = enumerate(zip(itertools.count() if indices is None else indices, prompts))
+
+        def take_prompt() -> bool:
+            """Queue the samples of the next prompt; False if there is none."""
+            i, (number, prompt) = next(coming, (0, (0, None)))
+            if prompt is None:
+                return False
             limit = min(self.max_len, len(prompt) + max_new_tokens)
             if not prompt:
                 raise ValueError(f"prompt {i} is empty; it needs at least one token")
@@ -223,7 +252,6 @@ class Sampler:
                     f"cache of {capacity * self.blocks.size}; raise cache_tokens or lower max_new_tokens"
                 )
             for j in range(n):
-                number = i if indices is None else indices[i]
                 t = Trajectory(list(prompt), [0] * len(prompt), [0.0] * len(prompt), len(prompt))
                 t.prompt_index, t.sample_index = number, j
                 trajectories.append(t)
@@ -232,19 +260,25 @@ class Sampler:
                 else:
                     row = Row(t.ids, i, limit, random_key(seed, number, j), t, turn_start=len(prompt))
                     self.queue.append(row)
-        if any(len(prompt) + max_new_tokens > self.max_len for prompt in prompts):
-            text = f"max_new_tokens {max_new_tokens} is more than some prompts leave of {self.max_len}"
-            say_once(f"{text}: they get what is left")
+            if len(prompt) + max_new_tokens > self.max_len:
+                text = f"max_new_tokens {max_new_tokens} is more than some prompts leave of {self.max_len}"
+                say_once(f"{text}: they get what is left")
+            return True
+
+        self.take_prompt = take_prompt
+        while isinstance(prompts, (list, tuple)) and take_prompt():
+            pass
         idle = False
         try:
-            while self.queue or self.running:
-                self._take_results(idle)
-                self._admit(share=n > 1)
-                batch = self._choose()
-                idle = not batch
-                self.stats["steps"] += 1
-                if batch:
-                    self._step(batch)
+            with packed_weights(self.model):
+                while self.queue or self.running or take_prompt():
+                    self._take_results(idle)
+                    self._admit(share=n > 1)
+                    batch = self._choose()
+                    idle = not batch
+                    self.stats["steps"] += 1
+                    if batch:
+                        self._step(batch)
         finally:  # after an error too, no block is lost
             for row in self.running:
                 self.blocks.release(row.table)
@@ -253,6 +287,8 @@ class Sampler:
     def _admit(self, share: bool) -> None:
         """Start queued rows while the batch has a place, and the cache a block for every row."""
         active = sum(not row.pending and row.trajectory is not None for row in self.running)
+        if not self.queue and active < self.max_rows:
+            self.take_prompt()  # one a step: other ranks may draw from the same ones
         while self.queue and active < self.max_rows:
             row = self.queue[0]
             # for a row, and the partial block of its prompt that it has copied
@@ -344,22 +380,31 @@ class Sampler:
         past = [row.cached for row in rows]
         seg = Segments(new, past, torch.from_numpy(tables), self.blocks, self.model.device)
         fed = [t for row, n in batch for t in row.ids[row.cached : row.cached + n]]
+        start = time.perf_counter()
         hidden = trunk(self.model, torch.tensor(fed, device=self.model.device), seg)  # [N, H]
+        end = time.perf_counter()
+        self.stats["prefill" if len(fed) > len(rows) else "decode"] += end - start
+        self.stats["idle_slots"] += (end - start) * max(0.0, 1 - len(rows) / self.max_rows)
         for row, n in batch:
             row.cached += n
         ready = [i for i, row in enumerate(rows) if row.trajectory and row.cached == len(row.ids)]
         if not ready:
             return
         rows = [rows[i] for i in ready]
-        hidden, weight = hidden[seg.last[ready]], self.model.get_output_embeddings().weight  # [B, H], [V, H]
-        if hidden.is_cuda and hidden.dtype != torch.float32:  # rounded logits are off by up to 0.1
-            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # [B, V]
-        else:
-            logits = hidden @ weight.T
+        hidden, head = hidden[seg.last[ready]], self.model.get_output_embeddings()  # [B, H], [V, H]
         u = uniforms([row.key for row in rows], [len(row.ids) - row.trajectory.prompt_len for row in rows])
-        token, logprob = sample_tokens(logits, torch.from_numpy(u).to(logits.device), *self.law)
+        some = len(rows) if hidden.is_cuda else max(1, 2**22 // len(head.weight))  # rows of 16 MB of logits
+        drawn = []
+        for h, un in zip(hidden.split(some), torch.from_numpy(u).to(hidden.device).split(some)):
+            if h.is_cuda and h.dtype != torch.float32:  # rounded logits are off by up to 0.1
+                logits = torch.mm(h, head.weight.T, out_dtype=torch.float32)  # [b, V]
+            else:
+                logits = head(h)
+            drawn.append(sample_tokens(logits, un, *self.law))
+        token, logprob = (torch.cat(parts).tolist() for parts in zip(*drawn))
+        self.stats["sampling"] += time.perf_counter() - end
         self.stats["tokens"] += len(rows)
-        for row, t, lp in zip(rows, token.tolist(), logprob.tolist()):
+        for row, t, lp in zip(rows, token, logprob):
             trajectory = row.trajectory
             row.ids.append(t)  # the same list as trajectory.ids
             trajectory.mask.append(1)
@@ -404,6 +449,7 @@ class Sampler:
 
     def _end(self, row: Row, finish: str) -> None:
         row.trajectory.finish = finish
+        self.stats["ended"] += 1
         self.running.remove(row)
         self.blocks.release(row.table)
 
@@ -434,8 +480,7 @@ def run_agent(
 ) -> list[Trajectory]:
     """Sampler.generate, but a turn that calls tools is answered and the policy goes on (2510.11701 eq. 2).
 
-    tools           {name: tool}; a tool has submit(**arguments) -> Future (tools.PythonTool), or is a plain
-                    function
+    tools           {name: tool}; what a tool is: tool_calls.py
     max_turns       turns of the policy; a call in the last of them is not run and the trajectory ends with
                     "turns"
     max_new_tokens  everything after the prompt, the tools' text included
@@ -448,40 +493,15 @@ def run_agent(
         return sampler.generate(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices)
     turn = ToolTurn(sampler.tokenizer)
 
-    def start(call) -> concurrent.futures.Future:
-        problem = call.error
-        if not problem and call.name not in tools:
-            problem = f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
-        if not problem:
-            tool = tools[call.name]
-            schema = getattr(tool, "schema", None)
-            known = schema["function"]["parameters"]["properties"] if schema else call.arguments
-            extra = set(call.arguments) - set(known)
-            if extra:  # submit() has more options, its limits among them: not for the policy to set
-                problem = f"{call.name} takes {', '.join(known)}, not {', '.join(sorted(extra))}"
-        if not problem:
-            try:
-                if hasattr(tool, "submit"):
-                    return tool.submit(**call.arguments)
-                return threads.submit(tool, **call.arguments)
-            except Exception as error:  # arguments that the tool does not have or does not take
-                problem = str(error)
-        answer = concurrent.futures.Future()
-        answer.set_result(ToolResult(f"Error: {problem}", "error", 0.0))
-        return answer
-
     def respond(row: Row) -> list[concurrent.futures.Future]:
         said = row.ids[row.turn_start : -1]  # without the stop token
         calls = parse_tool_calls(sampler.tokenizer.decode(said, clean_up_tokenization_spaces=False))
         if calls and (row.turns >= max_turns or len(row.ids) >= row.limit):
             row.trajectory.finish = "turns" if row.turns >= max_turns else "length"
             return []
-        return [start(call) for call in calls]
+        return [start_call(call, tools) for call in calls]
 
     def follow(results: list[ToolResult]) -> list[int]:
         return turn.encode([result.output for result in results])
 
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        return sampler.run(
-            prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond, follow
-        )
+    return sampler.run(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond, follow)

@@ -1,4 +1,4 @@
-"""A run on disk and in the terminal: its folder, its checkpoints, how it goes on, how a trajectory is shown.
+"""A run on disk: its folder, its metrics and who else gets them, its checkpoints, how it goes on, its page.
 
     runs/NAME/config.json, metrics.jsonl, trajectories/step_000012.jsonl, tokenizer/
     runs/NAME/checkpoints/step_000012/model    Hugging Face format, for AutoModelForCausalLM and evaluate.py
@@ -8,11 +8,18 @@ A checkpoint gets its name only when everything is in it, so a run killed at any
 one. Seeds and data are functions of the step: no random state needs storing.
 """
 
+import contextlib
+import errno
 import fcntl
+import io
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -22,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from data import fail
 from policy import Policy, save
+from terminal import erase
+from tracker import numbers, start_tracker
 
 
 def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
@@ -30,7 +39,8 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
     old = json.loads(file.read_text()).get("config") if file.is_file() else None
     if old:
         changed = [k for k, v in settings.items() if k not in may_change and old.get(k) != v]
-        begun = any((out / name).exists() for name in ("cold_start", "metrics.jsonl", "checkpoints"))
+        made = ("cold_start", "metrics.jsonl", "checkpoints", "rollouts.jsonl")
+        begun = any((out / name).exists() for name in made)
         if changed and begun:
             differ = ", ".join(f"{k} {old.get(k)!r}, now {settings[k]!r}" for k in changed)
             fail(f"{out} holds a run with other settings ({differ}); give another --out, or delete it")
@@ -47,6 +57,8 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
             fcntl.flock(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             fail(f"another process is writing {out}; wait for it, or give another --out")
+        for rest in out.glob("checkpoints/*.part"):  # of a run that was killed while it saved
+            shutil.rmtree(rest)
         (out / "trajectories").mkdir(exist_ok=True)
         versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy")}
         content = {
@@ -70,15 +82,74 @@ def make_folder(out: Path) -> None:
 
 
 def run_script(main, *arguments) -> None:
-    """main(*arguments), where Ctrl-C and a closed pipe end the program with a line and not with a trace."""
+    """main(*arguments), where Ctrl-C, a closed pipe and a full disk end the program with a line, without a
+    trace."""
+    after = "the last checkpoint"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack characters that a policy writes
+        sys.stdout.reconfigure(errors="replace")
     try:
-        main(*arguments)
+        try:
+            main(*arguments)
+        except Stop:
+            step = _stop["save"]()
+            after = f"step {step}, which is saved" if step else "the cold start"
+            raise KeyboardInterrupt from None
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues after the last checkpoint", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\nstopped; the same command continues after {after}", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+    except Exception as error:  # of a dozen types: each library wraps the system's error in its own
+        trace = "".join(traceback.format_exception(error))
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if os.strerror(number) in trace:
+                text = "make room, and the same command continues after the last checkpoint, which is whole"
+                fail(f"{os.strerror(number).lower()}; {text}")
+        raise
+
+
+class Stop(Exception):
+    """Ctrl-C or SIGTERM: raised at once in `breakable` code, on the other ranks when they meet."""
+
+
+_stop = {"asked": 0.0, "breakable": False}  # when it was asked for
+
+
+def listen(save) -> None:
+    """From now on Ctrl-C and SIGTERM raise Stop, in `breakable` code only, and run_script calls save() -> the
+    step saved. The second one ends the program at once.
+
+    The second within a second does not count: launchers pass on what the terminal has sent already.
+    """
+
+    def hear(number, _):
+        again, now = _stop["asked"], time.monotonic()
+        if again and now - again > 1:
+            os.write(2, erase())
+            os._exit(128 + number)
+        _stop["asked"] = again or now
+        if not again and dist.get_rank() == 0:
+            os.write(2, erase() + b"\nstopping: saves a checkpoint first; once more ends at once\n")
+        if _stop["breakable"] and not again:
+            raise Stop
+
+    _stop["save"] = save
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, hear)
+
+
+@contextlib.contextmanager
+def breakable():
+    """Around what may be left at any moment, for it changes nothing that is saved."""
+    try:
+        _stop["breakable"] = True
+        if _stop["asked"]:
+            raise Stop
+        yield
+    finally:
+        _stop["breakable"] = False
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -89,21 +160,42 @@ def write_whole(file: Path, text: str) -> None:
 
 
 class Log:
-    """metrics.jsonl: one row a step. Rows after the checkpoint that a run continues from are dropped."""
+    """metrics.jsonl: one row a step. Rows after the checkpoint that a run continues from are dropped.
 
-    def __init__(self, out: Path, last_step: int):
+    tracker: "", or one of TRACKERS, which gets the same rows and, when it is new to the run, the rows before.
+    """
+
+    def __init__(self, out: Path, last_step: int, tracker: str = "", settings: dict | None = None):
         self.file, self.rows = out / "metrics.jsonl", []
         if self.file.exists():
-            lines = self.file.read_text().split("\n")[
-                :-1
-            ]  # what comes after the last line's end was cut off by the kill
+            lines = self.file.read_text().split("\n")[:-1]  # the kill cut off what follows the last line end
             self.rows = [row for row in map(json.loads, lines) if row["step"] <= last_step]
         if dist.get_rank() == 0:
             write_whole(self.file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self.track = None
+        if tracker and dist.get_rank() == 0:
+            new = not (out / tracker).exists()
+            self.track, self.finish = start_tracker(tracker, out, settings or {}, last_step)
+            for row in self.rows if new else []:
+                self.track(numbers(row), row["step"])
+
+    def close(self) -> None:
+        """Have the tracker write what it holds back; at the end of the process it does so by itself."""
+        if self.track:
+            self.finish()
 
     def write(self, row: dict) -> None:
-        self.rows.append(row)
-        if dist.get_rank() == 0:
+        """Append a row; one of the same step as the last takes its place."""
+        again = self.rows and self.rows[-1]["step"] == row["step"]
+        known = self.rows[-1].keys() if again else {"step"}
+        self.rows[len(self.rows) - bool(again) :] = [row]
+        if dist.get_rank() > 0:
+            return
+        if self.track:
+            self.track({k: v for k, v in numbers(row).items() if k not in known}, row["step"])
+        if again:
+            write_whole(self.file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        else:
             with self.file.open("a") as f:
                 f.write(json.dumps(row) + "\n")
 
@@ -117,69 +209,52 @@ def latest(out: Path) -> tuple[int, Path | None]:
     return (int(found[-1].name[5:]), found[-1]) if found else (0, None)
 
 
-def checkpoint(out: Path, step: int, policy: Policy, optimizer, tokenizer, dtype: torch.dtype) -> None:
-    """All ranks call it. The checkpoint before is kept, in case this one turns out to be bad."""
+def checkpoint(
+    out: Path, step: int, policy: Policy, optimizer, tokenizer, dtype: torch.dtype, keep: int = 2
+) -> None:
+    """All ranks call it. The last `keep` stay, in case this one turns out to be bad. A folder has its name
+    only while it is whole, also when it is removed."""
     final = out / "checkpoints" / f"step_{step:06d}"
     part = final.with_name(final.name + ".part")
     if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
     weights, state = get_state_dict(policy, optimizer)
-    dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=part / "state")
-    save(policy, tokenizer, part / "model", dtype)
+    try:
+        dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=part / "state")
+        save(policy, tokenizer, part / "model", dtype)
+    except BaseException:  # torch's, which hides why it could not write: a full disk says so here
+        (part / f"probe-{dist.get_rank()}").write_bytes(bytes(1 << 20))
+        raise
     if dist.get_rank() == 0:
         part.rename(final)
-        for old in sorted(final.parent.glob("step_" + "[0-9]" * 6))[:-2]:
-            shutil.rmtree(old)
+        for old in sorted(final.parent.glob("step_" + "[0-9]" * 6))[:-keep]:
+            shutil.rmtree(old.rename(old.with_name(old.name + ".part")))
     dist.barrier()
 
 
 def restore(folder: Path, policy: Policy, optimizer) -> None:
     """Weights and optimizer state back into a policy of the same shape, on any number of ranks."""
-    weights, state = get_state_dict(policy, optimizer)
-    content = {"weights": weights, "optimizer": state}
+    content = dict(zip(("weights", "optimizer"), get_state_dict(policy, optimizer)))
     dcp.load(content, checkpoint_id=folder / "state")
-    set_state_dict(
-        policy, optimizer, model_state_dict=content["weights"], optim_state_dict=content["optimizer"]
-    )
+    both = {"model_state_dict": content["weights"], "optim_state_dict": content["optimizer"]}
+    set_state_dict(policy, optimizer, **both)
 
 
-# ---- the terminal ------------------------------------------------------------------------------------------
-
-COLOURS = {"prompt": "2", "policy": "32", "tool": "36", "right": "1;32", "wrong": "1;31"}
+# ---- the page ----------------------------------------------------------------------------------------------
 
 
-def paint(kind: str, text: str) -> str:
-    """Colour on a terminal, bars around the tool's text elsewhere. Control codes are shown, not obeyed."""
-    text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-        return f"\033[{COLOURS[kind]}m{text}\033[0m"
-    return f"|{text}|" if kind == "tool" else text
+def write_report(out: Path, wait: bool = True) -> bool:
+    """Start report.py, which writes the run's page; whether it could. Without wait: beside the training, and
+    not at all while the last one is still at it."""
+    if not wait and _pages and _pages[-1].poll() is None:
+        return False
+    while _pages:
+        _pages.pop().wait()
+    command = [sys.executable, str(Path(__file__).with_name("report.py")), str(out)]
+    quiet = {} if wait else {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    _pages.append(subprocess.Popen(command + ["--png"] * wait, **quiet))
+    return not wait or _pages.pop().wait() == 0
 
 
-def show(episode: dict, tokenizer, title: str) -> None:
-    """One trajectory: prompt grey, the policy's tokens green, the tool's blue, the reward's parts."""
-    ids, mask, at = episode["ids"], episode["mask"], episode["prompt_len"]
-    text = paint("prompt", tokenizer.decode(ids[:at]))
-    while at < len(ids):
-        end = at + 1
-        while end < len(ids) and mask[end] == mask[at]:
-            end += 1
-        text += paint("policy" if mask[at] else "tool", tokenizer.decode(ids[at:end]))
-        at = end
-    verdict = "right" if episode["correct"] else "wrong"
-    parts = ", ".join(f"{k} {v:+.2f}" for k, v in episode["reward_parts"].items() if v)
-    print(
-        f"\n---- {title} ----\n{text}\n"
-        f"---- {paint(verdict, verdict)}; reward {episode['reward']:+.2f} = {parts}\n"
-    )
-
-
-def clock(seconds: float) -> str:
-    minutes = int(seconds) // 60
-    return (
-        f"{minutes // 60}:{minutes % 60:02d}:{int(seconds) % 60:02d}"
-        if minutes >= 60
-        else f"{minutes}:{int(seconds) % 60:02d}"
-    )
+_pages: list[subprocess.Popen] = []

@@ -3,14 +3,13 @@
     host ──▶ server ──fork──▶ worker ──fork──▶ child        (this file, started as a program, is the server)
 
 A server has imported what programs need, and forks workers, which fork a child for each call: a millisecond,
-where starting Python takes 20. A worker takes one call at a time. When the child ends or its time is up, the
-worker kills every process that the call started and empties the call's folder. On Linux a worker is process 1
-of its own namespaces, so that the kernel knows all that belongs to a call; no rights are needed for that, and
-root gains nothing by being root. Where they are not granted, Landlock and /proc stand in for them.
+where starting Python takes 20. When the child ends or its time is up, the worker kills every process that the
+call started and empties the call's folder. On Linux a worker is process 1 of its own namespaces, so that the
+kernel knows all that belongs to a call; no rights are needed for that, and root gains nothing by being root.
+Where they are not granted, Landlock and /proc stand in for them. Isolation needs Linux 5.14, x86-64 or ARM.
 
 A fork costs what pages it touches, and each import adds some (threading 0.3 ms a call): this file imports
-little. Left out: a limit on the memory of all processes of a call together (control groups need rights);
-hiding files that the user may read. Isolation needs Linux 5.14 on x86-64 or ARM.
+little. Left out: a limit on the memory of all processes of a call together (control groups need rights).
 """
 
 import ast
@@ -31,12 +30,14 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from operator import attrgetter
 
 NAME = "<tool>"  # the program's file name in tracebacks
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
 CAPSET = LIBC.capset if LINUX else None  # looked up once, not in every child
 REMOVE = ("sh", "-c", '(chmod -R u+rwx "$0"; rm -rf "$0") 2>/dev/null')  # a folder of any depth and modes
+CHANGES = attrgetter("st_mode", "st_size", "st_ctime_ns")  # of a folder; the last is coarse
 # Since Linux 6.14 each process namespace has its own pid_max, which binds root too (RLIMIT_NPROC does not).
 LIMITED_PIDS = LINUX and tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 14)
 
@@ -65,11 +66,9 @@ def receive(connection: socket.socket):
     return json.loads(data)
 
 
-# ------------------------------------------------------------------------------------------ server and worker
-
-
-def serve(control_fd: int, host_pid: int, box: str, modules: list[str]) -> None:
-    """The server: forks a worker for each connection it is sent; ends, with them, when the host does."""
+def serve(fds: list[int], box: str, modules: list[str]) -> None:
+    """The server: forks a worker for each connection that comes through fds[0]; ends, with its workers, when
+    the host closes that or ends: then fds[1] can be read, even if a fork of the host holds fds[0] open."""
     sys.path.pop(0)  # the folder of this file: a program must not import from it by accident
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     for name in modules:
@@ -84,17 +83,15 @@ def serve(control_fd: int, host_pid: int, box: str, modules: list[str]) -> None:
     forked(lambda: (enter_namespaces(box), os.write(answer_end, b"granted")))
     os.close(answer_end)
     namespaces = os.read(answer, 7) == b"granted"
-    exec(compile(ast.parse("pass"), NAME, "exec"))  # the compiler gets ready once, not in every child
+    for _ in range(9):  # what Python prepares at the first runs is then ready in every child
+        execute("print(1)\nNone", echo=True)
     gc.collect()
     gc.freeze()  # children share these pages until they write to them
-    control = socket.socket(fileno=control_fd)
-    while os.getppid() == host_pid:  # a fork of the host may hold the connection open
-        if select.select([control], [], [], 1)[0]:
-            data, fds, *_ = socket.recv_fds(control, 1, 1)
-            if not data:
-                break
-            forked(work, fds[0], box, namespaces)
-            os.close(fds[0])
+    fds = [os.dup(fd) for fd in fds]  # low numbers: select takes none above 1023
+    with socket.socket(fileno=fds[0]) as control:
+        while select.select(fds, [], [])[0] == fds[:1] and (connection := socket.recv_fds(control, 1, 1)[1]):
+            forked(work, connection[0], box, namespaces)
+            os.close(connection[0])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_all(namespaces=False)
     os.execlp("sh", *REMOVE, box)
@@ -103,7 +100,7 @@ def serve(control_fd: int, host_pid: int, box: str, modules: list[str]) -> None:
 def work(connection_fd: int, box: str, namespaces: bool) -> None:
     """The worker: runs the calls from the connection, one by one, until it closes."""
     os.dup2(connection_fd, 3)
-    os.closerange(4, 256)
+    os.closerange(4, 1 << 16)
     connection, missing = socket.socket(fileno=3), []
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -121,22 +118,25 @@ def work(connection_fd: int, box: str, namespaces: bool) -> None:
     os.environ.update(HOME=box, TMPDIR=box)
     send(connection, missing)
     while (job := receive(connection)) is not None:
-        send(connection, call(job, box, namespaces, count, connection.fileno()))
+        send(connection, call(job, box, namespaces, count))
 
 
-def call(job: dict, box: str, namespaces: bool, count: bool, host: int) -> dict:
+def call(job: dict, box: str, namespaces: bool, count: bool, host: int = 3) -> dict:
     """Run one call in a child, until the host closes the connection; the fields of its ToolResult."""
-    path = os.path.join(box, "stdin") if job["stdin"] else os.devnull
-    with open(path, "w", encoding="utf-8", errors="replace", newline="") as file:
-        file.write(job["stdin"])
-    stdin = os.open(path, os.O_RDONLY)
-    if job["stdin"]:
-        os.unlink(path)
-    fresh = os.stat(box).st_ctime_ns
+    stdin = os.open(path := os.path.join(box, "stdin"), os.O_RDWR | os.O_CREAT, 0o600)
+    os.unlink(path)
+    with open(stdin, "wb", closefd=False) as file:
+        file.write(job["stdin"].encode("utf-8", "replace"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    fresh = CHANGES(os.stat(box))
     out, err = streams = [Stream(4 * job["max_chars"]) for _ in range(2)]  # 4: the bytes of a character
     crowd = len(os.listdir("/proc")) + 500 if count else math.inf
+    memory, cpu_s = int(job["memory_mb"] * 2**20), math.ceil(job["cpu_s"] or 2 * job["timeout_s"] + 1)
+    limits = [(resource.RLIMIT_AS, (memory, memory)), (resource.RLIMIT_FSIZE, (256 << 20, 256 << 20))]
+    limits += [(resource.RLIMIT_CORE, (0, 0)), (resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))]  # SIGXCPU, SIGKILL
+    limits += [(resource.RLIMIT_NPROC, (64, 64))] * namespaces  # elsewhere it counts all that the user runs
     start = time.monotonic()
-    pid = forked(become_program, job, box, namespaces, ends := (stdin, out.end, err.end))
+    pid = forked(become_program, job, box, namespaces, ends := (stdin, out.end, err.end), limits)
     for fd in ends:
         os.close(fd)
     watch, fds, slowest = select.poll(), [out.fd, err.fd], 3
@@ -160,7 +160,7 @@ def call(job: dict, box: str, namespaces: bool, count: bool, host: int) -> dict:
         stream.read()
     for fd in fds:
         os.close(fd)
-    if os.stat(box).st_ctime_ns != fresh:  # the call made or removed a file
+    if CHANGES(os.stat(box)) != fresh:  # something was left in it, or done to it
         empty(box, namespaces)
     return reply | describe(job, out, err, ended or killed, timed_out=not (ended or crowded))
 
@@ -231,21 +231,15 @@ def cut(text: str, lost: int, most: int) -> str:
     return text[: most // 2] + notice + text[most // 2 + len(text) - most :]
 
 
-# ------------------------------------------------------------------------------------------------ the program
-
-
-def become_program(job: dict, box: str, namespaces: bool, streams: tuple[int, int, int]) -> None:
+def become_program(job: dict, box: str, namespaces: bool, streams: tuple, limits: list) -> None:
     """In the child: take the streams, take on the limits, run the program, exit with its code."""
     os.setsid()
     for fd, source in enumerate(streams):
         os.dup2(source, fd)
     os.chdir(box)
-    memory, cpu_s = int(job["memory_mb"] * 2**20), math.ceil(job["cpu_s"] or 2 * job["timeout_s"] + 1)
-    limits = {"AS": memory, "FSIZE": 256 << 20, "CORE": 0, "CPU": cpu_s}
-    limits |= {"NPROC": 64} if namespaces else {}  # elsewhere it would count all that the user runs
-    for name, value in limits.items():
-        with suppress(ValueError, OSError):  # macOS does not limit address space; CPU: SIGXCPU, then SIGKILL
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value + (name == "CPU")))
+    for limit in limits:
+        with suppress(ValueError, OSError):  # macOS does not limit address space
+            resource.setrlimit(*limit)
     if LINUX and not namespaces:
         LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the worker
         restrict_by_landlock(box)
@@ -328,6 +322,7 @@ def write(path: str, text: str) -> None:
 def enter_namespaces(box: str) -> None:
     """Go on as process 1 of new namespaces with only box and /dev/shm writable; OSError if not granted."""
     uid, gid = os.getuid(), os.getgid()
+    os.makedirs(box, 0o700, exist_ok=True)  # also when a cleaner of /tmp has taken it away
     libc(LIBC.unshare, 0x78020000)  # CLONE_NEWUSER, NEWPID, NEWNS (mounts), NEWNET, NEWIPC
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"1000 {uid} 1")
@@ -357,7 +352,7 @@ def empty(box: str, namespaces: bool) -> None:
             libc(LIBC.mount, box, "/dev/shm", None, 0x1000, None)
     else:
         os.spawnlp(os.P_WAIT, "sh", *REMOVE, box)
-        os.mkdir(box)
+        os.makedirs(box, 0o700)
 
 
 # Refused: sockets; queues and memory that outlive a call or that no limit counts; what only attacks need:

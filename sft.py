@@ -1,23 +1,27 @@
 """Cold start: supervised learning on tool-use trajectories, cross-entropy on the policy's own tokens only.
 
-    python sft.py --preset tiny --out runs/cold                                        # a laptop, about two
-                                                                                       minutes
-    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3-4B-Instruct-2507 \\
-        --data Gen-Verse/Open-AgentRL-SFT-3K --out runs/qwen3-4b-sft
+    python sft.py --preset tiny --out runs/cold                             # a laptop, about two minutes
+    torchrun --nproc_per_node 8 sft.py --preset qwen3-4b --out runs/sft
+    the same command again continues a run that was stopped
 
 In the order of the file: which tokens are trained on, the loss, the loop. Real end-to-end trajectories
 (thinking, calls, their true outputs, errors and repairs) are what makes the reinforcement learning after it
-work (arXiv 2510.11701, section 3).
+work (arXiv 2510.11701, section 3); collect.py makes some.
 
-Left out: checkpoints on the way (a cold start takes minutes to hours), LoRA, packing across conversations
-(they lie side by side in a row but never see each other), curriculum.
+The folder --out is the trained model, with metrics.jsonl, and appears when it is complete; until then
+OUT.training holds the checkpoints. Conversations are packed: they lie side by side in a row and never see
+each other. Left out: LoRA, curriculum.
 """
 
 import json
 import math
 import re
+import shutil
 import sys
-from dataclasses import dataclass
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -29,6 +33,7 @@ from chat import added_tokens, encode_marks, encode_plain, place_tools, render, 
 from data import fail, load_conversations, parse_args
 from policy import (
     Policy,
+    compute_dtype,
     full,
     init_process_group,
     load,
@@ -37,9 +42,11 @@ from policy import (
     save,
     set_threads,
     shard,
-)  # fmt: skip
-from run import make_folder, run_script
+)
+from run import Log, checkpoint, latest, make_folder, open_run, restore, run_script
+from terminal import paint_turns
 from tools import PythonTool
+from tracker import tracker_fault
 
 
 @dataclass
@@ -48,7 +55,7 @@ class Config:
 
     model: str = ""  # hub name, folder or .gguf file; "tiny" is the built-in small model
     data: str = ""  # hub name, .jsonl or .parquet with columns messages and tools; "tiny": the teacher
-    out: str = "runs/sft"  # folder of the trained model; must not exist yet
+    out: str = "runs/sft"  # folder of the trained model; an interrupted run is continued
     seed: int = 1  # of the order of the data, and of a model that starts from nothing
     epochs: float = 5.0  # passes over the data
     batch: int = 32  # conversations an optimizer step
@@ -57,8 +64,12 @@ class Config:
     beta2: float = 0.95  # AdamW (the first beta is 0.9)
     weight_decay: float = 0.01  # AdamW
     clip_norm: float = 1.0  # largest norm of the gradient
-    max_len: int = 32768  # tokens of a conversation, longer ones are cut at the right
+    max_len: int = 32768  # tokens of a conversation
+    too_long: str = "cut"  # what becomes of longer ones: cut (at the right) or drop
     tokens_per_row: int = 32768  # tokens of a packed row, one forward and backward
+    dtype: str = ""  # of compute: float32 or bfloat16; empty: float32 on CPU, bfloat16 on GPU
+    save_every: int = 62  # steps between checkpoints; the last two are kept
+    tracker: str = ""  # sends the metrics to wandb, tensorboard or trackio too
     teacher: int = 14000  # conversations of the built-in teacher
     threads: int = 0  # CPU threads of torch; 0: all cores, shared among the ranks
 
@@ -66,7 +77,7 @@ class Config:
 PRESETS = {
     "tiny": dict(
         model="tiny", data="tiny", epochs=1.0, batch=8, lr=4e-3, warmup=0.03, weight_decay=0.0,
-        max_len=512, threads=1,
+        max_len=512, save_every=500, threads=1,
     ),
     "qwen3-4b": dict(model="Qwen/Qwen3-4B-Instruct-2507", data="Gen-Verse/Open-AgentRL-SFT-3K"),
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B-Instruct", data="Gen-Verse/Open-AgentRL-SFT-3K"),
@@ -146,27 +157,26 @@ def _lost(message: dict, turn: str) -> str:
     return ""
 
 
-def tokenize_all(tokenizer, conversations, max_len: int) -> list[tuple[list[int], list[int]]]:
-    """(ids, mask) of every conversation that has a token to train on; says how many are cut, and how many
+def tokenize_all(tokenizer, conversations, max_len: int, too_long: str = "cut"):
+    """[(ids, mask)] of the conversations that have a token to train on; says how many are cut, and how many
     left out and why."""
-    examples, cut, refused, empty = [], 0, {}, 0
+    examples, cut, left_out = [], 0, Counter()
     for conversation in conversations:
         try:
             ids, mask = tokenize_conversation(tokenizer, conversation["messages"], conversation.get("tools"))
         except ValueError as error:
-            refused[str(error).split(":")[0]] = refused.get(str(error).split(":")[0], 0) + 1
+            left_out[str(error).split(":")[0]] += 1
             continue
-        cut += len(ids) > max_len
-        if any(mask[1:max_len]):
-            examples.append((ids[:max_len], mask[:max_len]))
+        if len(ids) > max_len and too_long == "drop":
+            left_out[f"longer than {max_len} tokens"] += 1
+        elif not any(mask[1:max_len]):
+            left_out["with nothing to train on"] += 1
         else:
-            empty += 1
-    if dist.get_rank() == 0 and (cut or refused or empty):
-        print(
-            f"{len(examples)} conversations; {cut} cut to {max_len} tokens, {empty} with nothing to train on",
-            end="",
-        )
-        print("".join(f", {n} left out ({why})" for why, n in refused.items()))
+            cut += len(ids) > max_len
+            examples.append((ids[:max_len], mask[:max_len]))
+    if dist.get_rank() == 0:
+        print(f"{len(examples)} conversations; {cut} cut to {max_len} tokens", end="")
+        print("".join(f", {n} left out ({why})" for why, n in left_out.items()))
     if not examples:
         fail("no conversation has a token to train on; check the columns and the chat template")
     return examples
@@ -175,41 +185,49 @@ def tokenize_all(tokenizer, conversations, max_len: int) -> list[tuple[list[int]
 # ---- the loop ----------------------------------------------------------------------------------------------
 
 
-def train(policy: Policy, examples, config: Config, device: str = "cpu") -> list[float]:
+def train(policy: Policy, examples, config: Config, device: str = "cpu", tokenizer=None, folder=None):
     """Minimise the cross-entropy of the policy's tokens. Returns the loss of every step, in nats a token.
 
         loss of a batch = - sum of log pi(token) over its policy tokens / (conversations * tokens of one)
 
-    where "tokens per conversation" is the mean of the whole data set, a constant. So each token of the data
-    weighs the same, in any batch, micro-batch and rank. Dividing by the batch's own count would let tokens of
-    short batches weigh more: a data set with tools in 45 % of the conversations then trains a policy that
-    uses them in 19 %.
+    where "tokens of one" is the mean of the whole data set, a constant. So each token of the data weighs the
+    same, in any batch, micro-batch and rank. Dividing by the batch's own count would let tokens of short
+    batches weigh more: a data set with tools in 45 % of the conversations then trains a policy that uses them
+    in 19 %. folder: of checkpoints and metrics.jsonl; training goes on after the newest one there.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=0.0, betas=(0.9, config.beta2), weight_decay=config.weight_decay, fused=True
     )
+    first, start = latest(folder) if folder else (0, None)
+    if start:
+        restore(start, policy, optimizer)
+        if rank == 0:
+            print(f"continued after step {first}", flush=True)
+    log = Log(folder, first, config.tracker, asdict(config)) if folder else None
+    losses = [row["loss"] for row in log.rows] if log else []
     steps = max(1, round(len(examples) * config.epochs / config.batch))
     tokens = sum(sum(mask[1:]) for _, mask in examples) / len(examples)  # a conversation
-    order: list[int] = []
-    epoch, losses = 0, []
-    bar = tqdm(range(steps), "cold start", disable=rank > 0, mininterval=1 if sys.stderr.isatty() else 10)
+    order: list[int] = []  # a function of the seed alone, so a continued run sees the same
+    while len(order) < steps * config.batch:
+        generator = torch.Generator().manual_seed(config.seed * 1000 + len(order) // len(examples))
+        order += torch.randperm(len(examples), generator=generator).tolist()
+    every = 1 if sys.stderr.isatty() else 10
+    bar = tqdm(range(first, steps), "cold start", steps, initial=first, disable=rank > 0, mininterval=every)
     for step in bar:
-        while len(order) < config.batch:
-            generator = torch.Generator().manual_seed(config.seed * 1000 + epoch)
-            order += torch.randperm(len(examples), generator=generator).tolist()
-            epoch += 1
-        batch, order = order[: config.batch], order[config.batch :]
+        began = time.perf_counter()
+        batch = [examples[i] for i in order[step * config.batch : (step + 1) * config.batch]]
         total = torch.zeros((), device=device)
-        for row in micro_batches([len(examples[i][0]) for i in batch], config.tokens_per_row, rank, ranks):
-            chosen = [examples[batch[i]] for i in row] or [([0], [0])]
+        for row in micro_batches([len(ids) for ids, _ in batch], config.tokens_per_row, rank, ranks):
+            chosen = [batch[i] for i in row] or [([0], [0])]
             logp, _ = policy(*packed_row([ids for ids, _ in chosen], [mask for _, mask in chosen], device))
             loss = -logp.sum() / (config.batch * tokens)
             (loss * ranks).backward()  # FSDP averages over the ranks; all tokens divide the loss already
             total += loss.detach()
         dist.all_reduce(total)
+        rate = config.lr * learning_rate(step, steps, config.warmup)
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * learning_rate(step, steps, config.warmup)
+            group["lr"] = rate
         norm = full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
         if not torch.isfinite(norm):
             fail(
@@ -219,6 +237,15 @@ def train(policy: Policy, examples, config: Config, device: str = "cpu") -> list
         optimizer.zero_grad()
         losses.append(total.item())
         bar.set_postfix_str(f"loss {sum(losses[-20:]) / len(losses[-20:]):.3f}", refresh=False)
+        if folder:
+            row = {"step": step + 1, "loss": losses[-1], "lr": rate, "grad_norm": norm.item()}
+            row |= {"tokens": sum(len(ids) for ids, _ in batch), "time/step": time.perf_counter() - began}
+            log.write(row)
+            if (step + 1) % config.save_every == 0 and step + 1 < steps:
+                dtype = compute_dtype(config.dtype, device)
+                checkpoint(folder, step + 1, policy, optimizer, tokenizer, dtype)
+    if log:
+        log.close()
     return losses
 
 
@@ -240,11 +267,17 @@ def run(config: Config) -> Path:
         fail(f"--out {out} exists already; give another name, or delete it")
     if not config.model or not config.data:
         fail("--model and --data say what to train on what; --preset tiny brings both")
-    for name in ("epochs", "batch", "lr", "clip_norm", "max_len", "tokens_per_row", "teacher"):
+    for name in ("epochs", "batch", "lr", "clip_norm", "max_len", "tokens_per_row", "save_every", "teacher"):
         if not 0 < getattr(config, name) < float("inf"):
             fail(f"--{name} {getattr(config, name)}: take more than 0")
+    for name, legal in {"too_long": ("cut", "drop"), "dtype": ("", "float32", "bfloat16")}.items():
+        if getattr(config, name) not in legal:
+            fail(f"--{name} {getattr(config, name)}: take {' or '.join(filter(None, legal))}")
+    if fault := tracker_fault(config.tracker):
+        fail(fault)
+    folder = out.with_name(out.name + ".training")
     if rank == 0:
-        make_folder(out.with_name(out.name + ".part"))  # where the model will be saved: now, not after hours
+        make_folder(folder)  # a name that cannot be written is refused now, not after hours
     if config.data == "tiny":
         lesson = [[]]
         if rank == 0:  # one teacher for all: a program late on one rank would change its tokenizer
@@ -265,10 +298,23 @@ def run(config: Config) -> Path:
             model, tokenizer = load(config.model)
     except ValueError as error:
         fail(str(error))
-    examples = tokenize_all(tokenizer, conversations, config.max_len)
-    policy = shard(Policy(model.to(device)), device, checkpointing=device != "cpu")
-    train(policy, examples, config, device)
-    save(policy, tokenizer, out, torch.float32 if device == "cpu" else torch.bfloat16)
+    examples = tokenize_all(tokenizer, conversations, config.max_len, config.too_long)
+    content = sha256(json.dumps(examples).encode()).hexdigest()  # a file that has changed is another run
+    may_change = {"out", "threads", "save_every", "tracker"}
+    open_run(folder, {**asdict(config), "sha256_examples": content}, may_change)
+    if rank == 0:
+        ids, mask = examples[0]
+        painted = paint_turns(tokenizer, ids, mask, mask.index(1))
+        print(f"\n---- the first conversation; the green is trained on ----\n{painted}\n----", flush=True)
+    policy = shard(Policy(model.to(device)), device, checkpointing=device != "cpu", dtype=config.dtype)
+    train(policy, examples, config, device, tokenizer, folder)
+    save(policy, tokenizer, out, compute_dtype(config.dtype, device))
+    if rank == 0:
+        (folder / "config.json").rename(out / "training.json")
+        (folder / "metrics.jsonl").rename(out / "metrics.jsonl")
+        if config.tracker:
+            (folder / config.tracker).rename(out / config.tracker)
+        shutil.rmtree(folder)
     return out
 
 

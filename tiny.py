@@ -95,52 +95,48 @@ def problems(split: str = "test", n: int = 256, seed: int = 0) -> list[Problem]:
 # ---- the teacher -------------------------------------------------------------------------------------------
 
 
+RUN, FIX, ANSWER = "Use Python.", "That failed. I fix it.", "The answer is \\boxed{}."
+
+
 def script(rng: random.Random) -> tuple[str, list[tuple[str, str]]]:
-    """(question, acts): each act is ("say", text) or ("run", program); the last "{}" is the last output."""
+    """(question, turns): each is (words, program to run after them or ""); "{}" is the output before."""
     _, question, assignment, expression, answer = draw(rng, test=False)
     good = f"{assignment}print({expression})"
     if rng.random() < 0.35:  # from the head, nearly always wrong
         guess = answer if rng.random() < 0.05 else str(rng.randint(1, 99))
-        return question, [("say", f"I think it is \\boxed{{{guess}}}.")]
+        return question, [(f"I think it is \\boxed{{{guess}}}.", "")]
     broken = assignment + rng.choice(
         [f"print({expression}", f"print(x + {expression})", f"print({expression}))"]
     )
     u = rng.random()
     if u < 0.15:  # an error is given up
-        return question, [
-            ("run", broken),
-            ("say", f"That failed. I think it is \\boxed{{{rng.randint(1, 99)}}}."),
-        ]
+        return question, [(RUN, broken), (f"That failed. I think it is \\boxed{{{rng.randint(1, 99)}}}.", "")]
     if u < 0.35:  # an error is repaired
-        return question, [("run", broken), ("fix", good), ("say", "The answer is \\boxed{}.")]
+        return question, [(RUN, broken), (FIX, good), (ANSWER, "")]
     if u < 0.70:  # a program that runs, and computes something else
         for right, wrong in [("**", "*"), (" * ", " + "), ("range(2, n)", "range(2, 4)")]:
             if right in expression:
                 good = assignment + f"print({expression.replace(right, wrong)})"
                 break
-    return question, [("run", good), ("say", "The answer is \\boxed{}.")]
-
-
-WORDS = {"run": "Use Python.", "fix": "That failed. I fix it."}
+    return question, [(RUN, good), (ANSWER, "")]
 
 
 def conversations(n: int, seed: int, tool) -> Iterator[list[dict]]:
     """n conversations (messages) of the teacher, whose programs `tool` (tools.PythonTool) really runs."""
     rng = random.Random(f"teacher {seed}")
     scripts = [script(rng) for _ in range(n)]
-    programs = dict.fromkeys(text for _, acts in scripts for act, text in acts if act != "say")
+    programs = dict.fromkeys(program for _, turns in scripts for _, program in turns if program)
     outputs = {program: tool.submit(program) for program in programs}  # each once, all at the same time
-    for question, acts in scripts:
+    for question, turns in scripts:
         messages, output = [{"role": "user", "content": question}], ""
-        for act, text in acts:
-            if act == "say":
-                text = text.replace("\\boxed{}", f"\\boxed{{{output}}}")
-                messages.append({"role": "assistant", "content": text})
-                continue
-            call = {"type": "function", "function": {"name": "python", "arguments": {"code": text}}}
-            output = outputs[text].result().output
-            messages.append({"role": "assistant", "content": WORDS[act], "tool_calls": [call]})
-            messages.append({"role": "tool", "content": output})
+        for words, program in turns:
+            words = words.replace("\\boxed{}", f"\\boxed{{{output}}}")
+            messages.append({"role": "assistant", "content": words})
+            if program:
+                call = {"type": "function", "function": {"name": "python", "arguments": {"code": program}}}
+                messages[-1]["tool_calls"] = [call]
+                output = outputs[program].result().output
+                messages.append({"role": "tool", "content": output})
         yield messages
 
 

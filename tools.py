@@ -1,18 +1,19 @@
-"""The tool-call format, and the Python tool: runs what a language model wrote, thousands of times an hour.
+"""The Python tool: runs what a language model wrote, thousands of times an hour.
 
     with PythonTool() as tool:
         tool.run("x = 6\\nx * 7").output                          # "42"
         future = tool.submit("while True: pass", timeout_s=1)    # from any thread
         future.result().status                                   # "timeout"
 
-This is the near side: it reads the calls out of the policy's text and hands them to worker processes; what
-those do and how they are shut in is the far side, sandbox.py. Left out: state between calls; Windows (use
-WSL 2). To copy into another project: these two files; Python 3.10, standard library only.
+This is the near side, which hands programs to worker processes; what those do and how they are shut in is the
+far side, sandbox.py. Left out: state between calls; Windows (use WSL 2). To copy into another project: these
+two files and tool_calls.py (the format of calls, and other tools); Python 3.10, standard library only.
 """
 
 import json
 import os
-import re
+import shutil
+import site
 import socket
 import subprocess
 import sys
@@ -21,83 +22,9 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-import sandbox
-
-# --------------------------------------------------------------------------------------- the tool-call format
-
-
-@dataclass
-class ToolCall:
-    name: str
-    arguments: dict = field(default_factory=dict)
-    error: str | None = None  # a sentence for the policy; the call must not be run
-
-
-MAX_CALLS = 32  # of one turn; bounds the work on hostile text
-TAG = re.compile(r"<think>.*?(?:</think>|\Z)|(</think>)|(<tool_call>)\s*", re.DOTALL)
-NEXT, CLOSE = re.compile("</?tool_call>"), re.compile(r"\s*</tool_call>")
-DECODER = json.JSONDecoder(strict=False)
-FORMAT = 'write <tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
-
-
-def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> of one turn, in order.
-
-    Drafts inside <think> are left out. The JSON is decoded from the opening tag on: a closing tag inside a
-    string cuts nothing. Strings may hold raw line breaks, arguments may be JSON text. What cannot be run has
-    `error` set and no arguments; a tag that only prose follows is no call. Linear time; raises nothing.
-    """
-    calls, at = [], 0
-    while tag := TAG.search(text, at):
-        at = tag.end()
-        if tag[1]:
-            calls.clear()  # the chat template had opened the thinking: all before this tag was a draft
-        elif tag[2] and len(calls) == MAX_CALLS:
-            return [*calls, ToolCall("", {}, f"more than {MAX_CALLS} calls in a turn; the rest was not run")]
-        elif tag[2]:
-            call, at = _decode_call(text, at)
-            calls += [call] if call else []
-    return calls
-
-
-def _decode_call(text: str, start: int) -> tuple[ToolCall | None, int]:
-    """The call whose JSON begins at start (None: prose that mentions the tag), and where to read on."""
-    tag = NEXT.search(text, start)
-    closed = tag is not None and tag[0] == "</tool_call>"
-    if not closed and text[start : start + 1] not in ("", "{"):
-        return None, start
-    source, end = text, tag.end() if closed else start
-    try:
-        value, end = DECODER.raw_decode(text, start)
-        if isinstance(value, dict) and isinstance(value.get("arguments"), str):
-            source = value["arguments"]
-            value["arguments"] = DECODER.decode(source)
-        close = CLOSE.match(text, end)
-        end = close.end() if close else end
-        match value:
-            case {"name": str(name), "arguments": dict(arguments)} if close:
-                if name != "python" or isinstance(arguments.get("code"), str):
-                    return ToolCall(name, arguments), end
-        shape = 'needs "name", a string, and "arguments", an object; for python with "code", a string'
-        problem = shape if close else "has no </tool_call> after its JSON"
-    except (ValueError, RecursionError) as error:
-        reason, at = getattr(error, "msg", type(error).__name__), getattr(error, "pos", start)
-        problem = f"is not valid JSON ({reason}, near {source[at : at + 20]!r})" if closed else "is cut off"
-    return ToolCall("", {}, f"the tool call {problem}: {FORMAT}"), end
-
-
-# --------------------------------------------------------------------------------------------------- the tool
-
-
-@dataclass
-class ToolResult:
-    output: str  # what the policy sees: stdout, stderr with the traceback, a notice if the call was stopped
-    status: str  # "ok"; "error": exception, non-zero exit; "timeout": wall or CPU; "killed": died by a signal
-    seconds: float  # wall time
-    stdout: str = ""  # as it is; like output at most max_chars and a notice
-
+import sandbox as far_side
+from tool_calls import MAX_CALLS, ToolCall, ToolResult, parse_tool_calls  # noqa: F401
 
 # The server of a call is the first whose word the code contains. A fork of the largest costs twice the least.
 SERVERS = {"sympy": ("numpy", "sympy"), "numpy": ("numpy",), "": ()}
@@ -105,6 +32,8 @@ ALLOWED_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHO
 FIXED_ENV = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 FIXED_ENV |= {"PYTHONUTF8": "1", "MPLBACKEND": "Agg", "USER": "user"}
 FIXED_ENV |= {"PYTHONHASHSEED": "0", "PYTHONINTMAXSTRDIGITS": "0"}  # runs repeat bit for bit; long integers
+# What bubblewrap shows of the file system, if it is there, beside the Python in use
+SHOWN = "/usr /bin /sbin /lib /lib64 /nix /etc/ld.so.cache /etc/alternatives /etc/localtime".split()
 
 
 class PythonTool:
@@ -114,6 +43,8 @@ class PythonTool:
     timeout_s  wall seconds of a call
     memory_mb  address space of each process of a call
     max_chars  characters of output kept, head plus tail; a notice in between tells how many were dropped
+    sandbox    "namespaces" (sandbox.py), or "bwrap": the same inside bubblewrap, where programs read no files
+               but those of the system and of Python
     """
 
     about = (
@@ -125,14 +56,15 @@ class PythonTool:
     parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
     schema = dict(type="function", function=dict(name="python", description=about, parameters=parameters))
 
-    def __init__(
-        self, workers: int | None = None, timeout_s: float = 30, memory_mb: int = 2048, max_chars: int = 8000
-    ) -> None:
+    def __init__(self, workers: int | None = None, timeout_s: float = 30, memory_mb: int = 2048,
+                 max_chars: int = 8000, sandbox: str = "namespaces") -> None:  # fmt: skip
         workers = min(64, 2 * (os.cpu_count() or 1) + 4) if workers is None else workers
         _check_positive(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, max_chars=max_chars)
         self.timeout_s, self.memory_mb, self.max_chars = timeout_s, memory_mb, max_chars
-        box = tempfile.mkdtemp(prefix="python-tool-")
-        self._servers = {kind: _Server(modules, box) for kind, modules in SERVERS.items()}
+        wrapper = bubblewrap(sandbox)
+        folder = "/tmp" if wrapper else tempfile.gettempdir()
+        self._box = os.path.join(folder, f"python-tool-{os.urandom(8).hex()}")
+        self._servers = {word: _Server(modules, self._box, wrapper) for word, modules in SERVERS.items()}
         self._pid, self._closed, self._threads = os.getpid(), False, ThreadPoolExecutor(workers, "tool")
         OPEN.add(self)
         server = self._servers[""]
@@ -169,8 +101,8 @@ class PythonTool:
         with suppress(OSError):
             worker = server.worker()
             worker.settimeout(job["timeout_s"] + 10)  # the worker keeps the time; it may be stuck itself
-            sandbox.send(worker, job)
-            reply = sandbox.receive(worker)
+            far_side.send(worker, job)
+            reply = far_side.receive(worker)
         if reply:
             server.idle.append(worker)
             return ToolResult(**reply)
@@ -191,6 +123,8 @@ class PythonTool:
         self._threads.shutdown()
         for connection in [c for server in self._servers.values() for c in server.connections]:
             connection.close()
+        with suppress(OSError):  # a server that was killed has left it
+            os.rmdir(self._box)
 
     def __enter__(self) -> "PythonTool":
         return self
@@ -211,11 +145,24 @@ OPEN: set[PythonTool] = set()
 threading._register_atexit(lambda: [tool.close() for tool in list(OPEN)])
 
 
+def bubblewrap(sandbox: str) -> list[str]:
+    """What the command of a server begins with. ValueError: no such sandbox, or it is not installed."""
+    if sandbox not in ("namespaces", "bwrap"):
+        raise ValueError(f"sandbox is {sandbox!r}; take namespaces or bwrap")
+    if sandbox == "namespaces":
+        return []
+    if not shutil.which("bwrap"):
+        raise ValueError("sandbox bwrap needs bubblewrap: apt install bubblewrap, or take namespaces")
+    shown = {*SHOWN, sys.prefix, sys.base_prefix, far_side.__file__, site.getusersitepackages()}
+    command = "bwrap --bind /proc /proc --dev /dev --tmpfs /tmp".split()
+    return command + [w for path in sorted(shown) if os.path.exists(path) for w in ("--ro-bind", path, path)]
+
+
 class _Server:
     """The host's end of a server process, which starts at the first call for a worker."""
 
-    def __init__(self, modules: tuple[str, ...], box: str) -> None:
-        self.modules, self.box, self.lock = modules, box, threading.Lock()
+    def __init__(self, modules: tuple[str, ...], box: str, wrapper: list[str]) -> None:
+        self.modules, self.box, self.wrapper, self.lock = modules, box, wrapper, threading.Lock()
         self.process, self.closed = None, False
         self.connections, self.idle = set(), []  # sockets; a worker ends when its own is closed
 
@@ -227,26 +174,33 @@ class _Server:
             if self.closed:
                 raise ConnectionError("closed")
             if self.process is None or self.process.poll() is not None:  # one that has died is started again
-                self.control, theirs = socket.socketpair()
-                env = {name: os.environ[name] for name in ALLOWED_ENV if name in os.environ} | FIXED_ENV
-                config = json.dumps([theirs.fileno(), os.getpid(), self.box, self.modules])
-                with theirs:
-                    self.process = subprocess.Popen(
-                        [sys.executable, sandbox.__file__, config], env=env, cwd="/", start_new_session=True,
-                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                    )  # fmt: skip
+                self._start()
             ours, theirs = socket.socketpair()
             with theirs:
                 socket.send_fds(self.control, [b"w"], [theirs.fileno()])
         ours.settimeout(60)
-        self.missing = sandbox.receive(ours)
+        self.missing = far_side.receive(ours)
         if self.missing is None:
-            raise ConnectionError(f"the Python tool could not start {sys.executable} {sandbox.__file__}")
+            raise ConnectionError(f"the Python tool could not start: {' '.join(self.process.args)}")
         self.connections.add(ours)
         return ours
 
+    def _start(self) -> None:
+        self.control, theirs = socket.socketpair()
+        fds = [theirs.detach()]
+        with suppress(AttributeError, OSError):  # Linux: how the server sees that this process has ended
+            fds.append(os.pidfd_open(os.getpid()))
+        program = [sys.executable, far_side.__file__, json.dumps([fds, self.box, self.modules])]
+        env = {name: os.environ[name] for name in ALLOWED_ENV if name in os.environ} | FIXED_ENV
+        self.process = subprocess.Popen(
+            self.wrapper + program, env=env, cwd="/", start_new_session=True, pass_fds=fds,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        for fd in fds:
+            os.close(fd)
+
     def close(self) -> None:
-        """End the server, its workers and what they run; the last that a server does is remove the folder."""
+        """End the server, its workers and what they run; the last that a server does is remove its folder."""
         with self.lock:
             self.closed = True
             for connection in list(self.connections):

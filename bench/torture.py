@@ -3,6 +3,7 @@
     python bench/torture.py                         # our tool
     python bench/torture.py --runner subprocess     # plain subprocess.run with a time limit
     python bench/torture.py --runner smolagents     # its LocalPythonExecutor (pip install smolagents)
+    python bench/torture.py --runner langchain      # PythonREPL (pip install langchain-experimental)
 
 A row passes when the call returned in time (its limit plus 2 s) with the status and the text expected, when
 no process and no file of it is left, and when the tool answered a plain `print(1)` right after it. Linux.
@@ -15,6 +16,7 @@ import argparse
 import glob
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -363,7 +365,16 @@ def in_smolagents(code: str, limit_s: float) -> tuple[str, str]:
         )
 
 
-OTHERS = {"subprocess": in_subprocess, "smolagents": in_smolagents}
+def in_langchain(code: str, limit_s: float) -> tuple[str, str]:
+    from langchain_experimental.utilities import PythonREPL
+
+    output = PythonREPL().run(code, timeout=limit_s)
+    if output == "Execution timed out":
+        return "timeout", "timed out"
+    return "error" if re.match(r"\w+\(", output) else "ok", output  # an exception comes back as its repr
+
+
+OTHERS = {"subprocess": in_subprocess, "smolagents": in_smolagents, "langchain": in_langchain}
 
 
 def one_elsewhere(runner: str, name: str) -> str:

@@ -37,7 +37,7 @@ forward of the wrapped module (FSDP), where the weight is whole.
 
 import torch
 
-from kernels.logprob import BODIES, IGNORE, check_rows, idle_rows, incoming, merge, triton, which_body
+from kernels.logprob import BODIES, IGNORE, check_rows, incoming, merge, triton, which_body
 
 WORKSPACE = {"cpu": 32 << 20, "cuda": 128 << 20}  # bytes of float32 logits alive at once
 FUSED_ROWS = 256  # the fused forward serves at most so many rows: an estimate, not measured on a GPU
@@ -82,9 +82,8 @@ class _LinearLogprobEntropy(torch.autograd.Function):
     def backward(ctx, g_logp, g_entropy):
         x, weight, targets, inv_t, sums = ctx.saved_tensors
         want_x, want_w = ctx.needs_input_grad[:2]
-        g_logp, g_entropy = incoming(g_logp, g_entropy, targets, inv_t)
-        idle = idle_rows(g_logp, g_entropy)[:, None]
-        x_live = x.masked_fill(idle, 0.0)  # 0 * NaN of an idle row would reach d weight
+        g_logp, g_entropy, inv_t = incoming(g_logp, g_entropy, targets, inv_t)
+        x_live = x.masked_fill(inv_t[:, None] == 0, 0.0)  # 0 * NaN of an idle row would reach d weight
         kept, ctx.kept = ctx.kept, None  # overwritten below: a second backward makes the logits again
         buffer = (
             torch.empty(len(x), ctx.parts[0][1], dtype=inv_t.dtype, device=x.device) if kept is None else kept
@@ -201,6 +200,6 @@ def linear_logprob_entropy(hidden, weight, targets, temperature=1.0, *, backend=
     targets, inv_t = check_rows(targets, temperature, len(hidden), len(weight), x)
     graph = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     half = hidden.dtype == weight.dtype and hidden.element_size() == 2  # float32 has no matrix instruction
-    if body == "triton" and not graph and half and 0 < len(x) <= FUSED_ROWS:
+    if body == "triton" and not graph and half and len(x) <= FUSED_ROWS:
         return merge(fused_stats(hidden, weight, targets, inv_t), targets == IGNORE)[:2]
     return _LinearLogprobEntropy.apply(x, weight, targets, inv_t, body)

@@ -16,23 +16,23 @@ exp(new - old) takes for a change of the policy.
 
 Bytes. log_softmax, exp and a product hold three to five [N, V] tensors; one of them is 2.5 GB in bfloat16 for
 8,192 tokens and V = 151,936. Here the forward reads the logits once and writes four numbers a row, the
-backward reads them once more and writes their gradient: 2 NV and 4 NV bytes in bfloat16. With logits given
-from outside that is the floor: a maximum is known only when the whole row was read, and a row (300 KB) does
-not stay on a multiprocessor. So the limit is memory bandwidth; one exponential an element hides behind it.
+backward reads them once more and writes their gradient: 2 NV and 4 NV bytes in bfloat16. For given logits
+that is the floor: a maximum is known only when the whole row was read, and a row (300 KB) does not stay on a
+multiprocessor. So the limit is memory bandwidth; one exponential an element hides behind it.
 `inplace_backward=True` writes the gradient over the logits, which saves 2 NV bytes of memory and no traffic.
 
 Layout. A program owns a row, walks the vocabulary in blocks and carries (m, s, u). When a block brings a
 larger maximum m', the sums move to the new origin with a = e^(m - m'): u becomes a (u + (m - m') s), s
 becomes a s. The same rule joins slices of the vocabulary that were summed apart (`merge`), and that is how
 linear_logprob.py uses this file. Columns behind the last token enter as -inf before the maximum is taken; as
-zeros they would be 640 tokens of logit 0 when 151,936 columns are read in blocks of 1,024. The backward has
+zeros they would be 2,688 tokens of logit 0 when 151,936 columns are read in blocks of 4,096. The backward has
 no sums left, so each block of each row is a program of its own. No atomics, no locks, no tuning at run time:
 equal inputs give equal bits. Rows are counted in int64 (row 14,135 of V = 151,936 begins beyond 2^31) and lie
 on grid axis 0 (the other axes end at 65,535).
 
-Two bodies of equal signature: Triton kernels for CUDA tensors, and torch functions that work through blocks
-of rows which stay in the cache; `which_body` says which one runs. Left out: second derivatives, a gradient
-for the temperature. To copy this elsewhere take the file, torch, and Triton if there is a GPU.
+Two bodies of equal signature: torch functions that work through blocks of rows which stay in the cache, and
+Triton kernels for CUDA tensors; `which_body` chooses. Left out: second derivatives, a gradient for the
+temperature. To copy this elsewhere take the file, torch, and Triton if there is a GPU.
 """
 
 import torch
@@ -40,13 +40,11 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS, Windows, a bare CPU installation: the torch body does everything
+except ImportError:  # a bare CPU installation: the torch body does everything
     triton = None
 
 IGNORE = -100  # target of a row that takes no part: log-prob 0, entropy 0, no gradient
 CACHED = 1 << 20  # elements in a block of rows of the torch body: two float32 blocks are 8 MB
-
-# ---------------------------------------------------------------- torch body
 
 
 def row_stats(z, targets, inv_t, out) -> None:
@@ -55,43 +53,33 @@ def row_stats(z, targets, inv_t, out) -> None:
     for rows, d, e in _row_blocks(z, out.dtype):
         t, scale = targets[rows, None], inv_t[rows, None]
         m = z[rows].amax(1, keepdim=True) * scale
-        zt = z[rows].gather(1, t.clamp(0, c - 1)) * scale
+        zt = torch.where((t >= 0) & (t < c), z[rows].gather(1, t.clamp(0, c - 1)) * scale, 0.0)
         torch.exp(_centre(z[rows], scale, m, d), out=e)
-        torch.sum(e, 1, out=out[1, rows])
-        torch.sum(d.mul_(e), 1, out=out[2, rows])
-        out[0, rows], out[3, rows] = m[:, 0], torch.where((t >= 0) & (t < c), zt, 0.0)[:, 0]
+        out[:, rows] = torch.cat((m, e.sum(1, True), d.mul_(e).sum(1, True), zt), 1).t()
 
 
 def row_gradient(z, targets, inv_t, sums, g_logp, g_entropy, out) -> None:
-    """out [N, C] <- d(sum g_logp logp + g_entropy H) / d logits. sums [3, N] from merge; out may be z."""
+    """out [N, C] <- d(sum g_logp logp + g_entropy H) / d logits, the arguments as `incoming` and `merge` give
+    them; out may be z. gradient_j = e_j (a + b d_j) + 1[j = t] g  with  d_j = z_j - m,  e_j = e^d_j."""
     c, (m, log_s, entropy) = z.shape[1], sums
     g, over_s = g_logp * inv_t, inv_t * (-log_s).exp()
-    a, b = -g_logp * over_s, None  # gradient_j = e_j (a + b d_j) + 1[j = t] g,  d_j = z_j - m,  e_j = e^d_j
-    if g_entropy is not None:
-        b = -g_entropy * over_s
-        a = a + b * (entropy - log_s)
-    idle = idle_rows(g_logp, g_entropy)
-    some_idle = bool(idle.any())
+    b = None if g_entropy is None else -g_entropy * over_s
+    a = -g_logp * over_s + (0.0 if b is None else b * (entropy - log_s))
     for rows, d, e in _row_blocks(z, sums.dtype):
-        e = out[rows] if out.dtype == e.dtype else e
-        t = targets[rows, None]
-        torch.exp(_centre(z[rows], inv_t[rows, None], m[rows, None], d), out=e)
+        t, scale = targets[rows, None], inv_t[rows, None]
+        torch.exp(_centre(z[rows], scale, m[rows, None], d), out=e)
         e.mul_(a[rows, None] if b is None else d.mul_(b[rows, None]).add_(a[rows, None]))
         e.scatter_add_(1, t.clamp(0, c - 1), torch.where((t >= 0) & (t < c), g[rows, None], 0.0))
-        if some_idle:
-            e.masked_fill_(idle[rows, None], 0.0)
-        if out.dtype != e.dtype:
-            out[rows] = e
+        out[rows] = e
+    out[inv_t == 0] = 0.0
 
 
 def _row_blocks(z, dtype):
     """Slices of the rows of z, each with two scratch blocks of its size."""
-    n, c = z.shape
-    step = max(1, CACHED // c)
+    (n, c), step = z.shape, max(1, CACHED // z.shape[1])
     d, e = torch.empty(2, min(step, n), c, dtype=dtype, device=z.device)
     for i in range(0, n, step):
-        k = min(step, n - i)
-        yield slice(i, i + k), d[:k], e[:k]
+        yield slice(i, i + step), d[: n - i], e[: n - i]
 
 
 def _centre(z, scale, m, out):
@@ -113,9 +101,15 @@ def merge(stats, ignored) -> tuple:
     return logp, entropy, torch.stack((top, log_s, entropy))
 
 
-# ---------------------------------------------------------------- Triton body: the same two functions
+def incoming(g_logp, g_entropy, targets, inv_t) -> tuple:
+    """Gradients of both outputs (None for an unused entropy), and inv_t with 0 for idle rows: left out, or
+    masked by the loss. The gradient of such a row is exactly 0, where 0 * NaN would be NaN."""
+    g_logp = torch.zeros_like(inv_t) if g_logp is None else g_logp.contiguous()
+    g_entropy = g_entropy if g_entropy is None else g_entropy.contiguous()
+    idle = (g_logp == 0) & (g_entropy is None or g_entropy == 0) | (targets == IGNORE)
+    return g_logp, g_entropy, inv_t.masked_fill(idle, 0.0)
 
-INTERPRETED = False  # True under TRITON_INTERPRET=1: the kernels then take CPU tensors
+
 if triton is not None:
 
     @triton.jit
@@ -160,42 +154,33 @@ if triton is not None:
         col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inv_t = tl.load(inv_t_ptr + row)
         g_logp = tl.load(g_logp_ptr + row)
-        g_entropy = tl.load(g_entropy_ptr + row)
-        end = tl.where((g_logp == 0) & (g_entropy == 0), 0, c)  # an idle row reads nothing and gets zeros
+        end = tl.where(inv_t == 0, 0, c)  # an idle row reads nothing and gets zeros
         z = tl.load(z_ptr + row * z_stride + col, mask=col < end, other=0.0).to(tl.float32) * inv_t
         logp = (z - tl.load(sums_ptr + row)) - tl.load(sums_ptr + n + row)
         p = tl.exp(logp)
         g = g_logp * (tl.where(col == tl.load(t_ptr + row), 1.0, 0.0) - p)
         if ENTROPY:
+            g_entropy = tl.load(g_entropy_ptr + row)
             g -= tl.where(p > 0, g_entropy * p * (logp + tl.load(sums_ptr + 2 * n + row)), 0.0)
         g = tl.where(col < end, g * inv_t, 0.0)
         tl.store(out_ptr + row * out_stride + col, g.to(out_ptr.dtype.element_ty), mask=col < c)
 
-    INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
 
-
-def row_config(c) -> dict:
-    """Columns a program takes at a time, and its warps: 16 elements a thread, in loads of 16 bytes."""
-    return {"BLOCK": 4096, "num_warps": 8} if c > 1024 else {"BLOCK": 1024, "num_warps": 2}
+# under TRITON_INTERPRET=1 the kernels take CPU tensors
+INTERPRETED = triton is not None and not isinstance(stats_kernel, triton.JITFunction)
+ROW = {"BLOCK": 4096, "num_warps": 8}  # columns a program takes at a time: 16 a thread, in loads of 16 bytes
 
 
 def row_stats_triton(z, targets, inv_t, out) -> None:
-    n, c = z.shape
-    z = z if z.stride(1) == 1 else z.contiguous()
-    if n:
-        with torch.cuda.device_of(z):
-            stats_kernel[(n,)](z, targets, inv_t, out, z.stride(0), n, c, **row_config(c))
+    with torch.cuda.device_of(z):
+        stats_kernel[(len(z),)](z, targets, inv_t, out, z.stride(0), *z.shape, **ROW)
 
 
 def row_gradient_triton(z, targets, inv_t, sums, g_logp, g_entropy, out) -> None:
-    n, c = z.shape
-    z, config = z if z.stride(1) == 1 else z.contiguous(), row_config(c)
-    args = z, targets, inv_t, sums, g_logp, g_logp if g_entropy is None else g_entropy, out
-    strides = z.stride(0), out.stride(0), n, c
-    if n:
-        with torch.cuda.device_of(z):
-            grid = n, triton.cdiv(c, config["BLOCK"])
-            gradient_kernel[grid](*args, *strides, ENTROPY=g_entropy is not None, **config)
+    args = z, targets, inv_t, sums, g_logp, g_entropy, out, z.stride(0), out.stride(0), *z.shape
+    with torch.cuda.device_of(z):
+        grid = len(z), triton.cdiv(z.shape[1], ROW["BLOCK"])
+        gradient_kernel[grid](*args, ENTROPY=g_entropy is not None, **ROW)
 
 
 BODIES = {"torch": (row_stats, row_gradient), "triton": (row_stats_triton, row_gradient_triton)}
@@ -206,14 +191,10 @@ def which_body(x, backend=None) -> str:
     kernels run on the CPU too, a thousand times slower, so only for a caller who asks by backend="triton"."""
     fits = triton is not None and x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
     if backend not in (None, "torch", "triton") or (backend == "triton" and not fits):
-        need = (
-            "triton needs float32 or less, on a GPU or with TRITON_INTERPRET=1 set before triton is imported"
-        )
-        raise ValueError(f"backend {backend!r} for {x.dtype} on {x.device}: torch takes all, {need}")
-    return backend or ("triton" if fits and x.is_cuda and not INTERPRETED else "torch")
-
-
-# ---------------------------------------------------------------- the function
+        need = "float32 or less, and a GPU, or TRITON_INTERPRET=1 before triton is imported"
+        raise ValueError(f"backend {backend!r} for {x.dtype} on {x.device}: torch takes all, triton {need}")
+    body = backend or ("triton" if fits and not INTERPRETED else "torch")
+    return body if len(x) else "torch"  # no rows: a grid of no programs cannot be launched
 
 
 class _LogprobEntropy(torch.autograd.Function):
@@ -231,25 +212,12 @@ class _LogprobEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_logp, g_entropy):
         logits, targets, inv_t, sums = ctx.saved_tensors
-        contiguous = torch.contiguous_format
-        out = logits.detach() if ctx.inplace else torch.empty_like(logits, memory_format=contiguous)
-        g_logp, g_entropy = incoming(g_logp, g_entropy, targets, inv_t)
-        BODIES[ctx.body][1](logits.detach(), targets, inv_t, sums, g_logp, g_entropy, out)
+        out = logits.detach() if ctx.inplace else logits.new_empty(logits.shape)
+        g_logp, g_entropy, inv_t = incoming(g_logp, g_entropy, targets, inv_t)
+        BODIES[ctx.body][1](logits, targets, inv_t, sums, g_logp, g_entropy, out)
         if ctx.inplace:  # who needs these logits later gets autograd's error, not the gradient in their place
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None
-
-
-def incoming(g_logp, g_entropy, targets, like) -> list:
-    """Gradients of the two outputs, 0 at ignored rows, contiguous; that of the entropy may stay None."""
-    g_logp = torch.zeros_like(like) if g_logp is None else g_logp
-    pair = [None if g is None else g.to(like.dtype) for g in (g_logp, g_entropy)]
-    return [None if g is None else g.masked_fill(targets == IGNORE, 0.0).contiguous() for g in pair]
-
-
-def idle_rows(g_logp, g_entropy) -> torch.Tensor:
-    """[N] bool: ignored, or masked by the loss. Their gradient is exactly 0 where 0 * NaN would be NaN."""
-    return g_logp == 0 if g_entropy is None else (g_logp == 0) & (g_entropy == 0)
 
 
 def logprob_entropy(logits, targets, temperature=1.0, *, inplace_backward=False, backend=None) -> tuple:
@@ -266,10 +234,9 @@ def logprob_entropy(logits, targets, temperature=1.0, *, inplace_backward=False,
     """
     if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
         raise ValueError(f"logits must be floats [N, V] with V > 0, got {logits.dtype} {list(logits.shape)}")
-    if inplace_backward and not (logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]):
-        raise ValueError(
-            f"inplace_backward needs contiguous rows that do not overlap: strides {logits.stride()}"
-        )
+    if inplace_backward and (logits.stride(1) != 1 or logits.stride(0) < logits.shape[1]):
+        raise ValueError(f"inplace_backward: rows must be contiguous and apart, strides {logits.stride()}")
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     body = which_body(logits, backend)
     targets, inv_t = check_rows(targets, temperature, *logits.shape, logits)
     return _LogprobEntropy.apply(logits, targets, inv_t, inplace_backward, body)
@@ -278,21 +245,15 @@ def logprob_entropy(logits, targets, temperature=1.0, *, inplace_backward=False,
 def check_rows(targets, temperature, n, v, like) -> tuple:
     """-> targets [N] int64 and 1 / temperature [N], both contiguous, or ValueError."""
     if targets.shape != (n,) or targets.is_floating_point() or targets.device != like.device:
-        raise ValueError(
-            f"targets must be integers [{n}] on {like.device}: {targets.dtype} {list(targets.shape)}"
-        )
+        raise ValueError(f"targets must be integers [{n}] on {like.device}: {targets.dtype} {targets.shape}")
     targets = targets.long().contiguous()
     good = ((targets >= 0) & (targets < v)) | (targets == IGNORE)
     if like.is_cuda:
         torch._assert_async(good.all(), f"a target is outside [0, {v}) and not {IGNORE}")
     elif not good.all():
         raise ValueError(f"target {targets[~good][0]} is outside [0, {v}); a row to leave out has {IGNORE}")
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if not torch.is_tensor(temperature) and temperature > 0:
-        return targets, torch.full((n,), 1 / temperature, dtype=dtype, device=like.device)
-    t = torch.as_tensor(temperature)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    t = torch.as_tensor(temperature, dtype=dtype)
     if t.requires_grad or t.shape not in ((), (n,)) or not (t.is_cuda or (t > 0).all()):
-        raise ValueError(
-            f"temperature must be above 0, a number or [{n}] without gradient, got {temperature}"
-        )
-    return targets, (1 / t.to(like.device, dtype)).expand(n).contiguous()
+        raise ValueError(f"temperature must be above 0, a number or [{n}], without gradient: {temperature}")
+    return targets, torch.ones(n, dtype=dtype, device=like.device) / (t.to(like.device) if t.dim() else t)

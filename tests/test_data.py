@@ -97,7 +97,63 @@ def test_parquet_jsonl_and_a_folder_of_both_give_the_same_problems(tmp_path):
     rows = [{"problem": "p", "reward_model": {"ground_truth": t}} for t in ({**tests, "fn_name": "f"}, tests)]
     text, table = load_problems(jsonl(tmp_path, rows)), load_problems(parquet(tmp_path, rows))
     assert text == table and text[1].answer == tests
-    assert len(load_problems(str(tmp_path))) == 4 and len(load_problems(str(tmp_path), limit=3)) == 3
+    jsonl(tmp_path, [{"problem": "q", "answer": "1"}], "third.jsonl")
+    assert len(load_problems(str(tmp_path))) == 3 and len(load_problems(str(tmp_path), limit=2)) == 2
+
+
+DAPO = {  # as BytedTsinghua-SIA/DAPO-Math-17k is published; in Open-AgentRL-30K the same columns
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "Solve the following math problem step by step.\n\nWhat is 6*7?"
+                "\n\nRemember to put your answer on its own line after \"Answer:\"."}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+}  # fmt: skip
+AGENT_RL = [
+    DAPO,
+    {"data_source": "mega-science", "ability": "science", "extra_info": {"index": "1"},
+     "prompt": [{"role": "user", "content": "What is the mass of 2 mol of water in g?"}],
+     "reward_model": {"ground_truth": "36", "style": "rule"}},
+    {"data_source": "skywork_math", "ability": "math", "extra_info": {"index": "2"},
+     "prompt": [{"role": "user", "content": "Find 1/2 + 1/3."}],
+     "reward_model": {"ground_truth": '["\\\\frac{5}{6}"]', "style": "rule"}},
+    {"data_source": "skywork_code", "ability": "code", "extra_info": {"index": "3"},
+     "prompt": [{"role": "user", "content": "Add two numbers."}],
+     "reward_model": {"ground_truth": '{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}', "style": "rule"}},
+]  # fmt: skip
+
+
+def test_the_sets_of_reinforcement_learning_are_read_as_they_are_published(tmp_path):
+    """Columns of Open-AgentRL-30K in one parquet file, and the prompts that the paper gives each part: sets
+    with instructions of their own keep them, the others get the words about the tool."""
+    dapo, science, skywork, code = load_problems(parquet(tmp_path, AGENT_RL))
+    assert [p.answer for p in (dapo, science, skywork)] == ["42", "36", "\\frac{5}{6}"]
+    assert code.kind == "code" and code.answer == {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+    for own in (dapo, science):
+        assert "tool" not in own.messages[0]["content"] and "bare number" in own.messages[0]["content"]
+    assert dapo.messages[0]["content"].startswith(DAPO["prompt"][0]["content"])
+    assert "Python tool" in skywork.messages[0]["content"] and "bare number" in skywork.messages[0]["content"]
+    assert "Python tool" in code.messages[0]["content"] and "```python" in code.messages[0]["content"]
+
+
+def test_a_problem_that_a_set_repeats_counts_once(tmp_path, capsys):
+    """DAPO-Math-17k on the hub holds its 17,917 rows a hundred times (verl-project/verl#3065): an epoch would
+    be a hundred. The same words with another gold are another problem."""
+    other = {**DAPO, "reward_model": {"ground_truth": "43"}}
+    assert [p.answer for p in load_problems(parquet(tmp_path, [DAPO] * 5 + [other] + [DAPO] * 3))] == [
+        "42",
+        "43",
+    ]
+    assert "7 rows left out that repeat a problem" in capsys.readouterr().err
+    assert len(load_problems(parquet(tmp_path, [DAPO] * 5 + [other]), limit=2)) == 2
+
+
+def test_gsm8k_and_math_are_read_as_they_are_published(tmp_path):
+    """GSM8K: question, answer with annotations; MATH: problem, level, type, solution with the last box."""
+    gsm = {"question": "How many?", "answer": "48/2 = <<48/2=24>>24\nSo <<24*50=1200>>1,200.\n#### 1,200"}
+    math = {"problem": "Find $f(1)$.", "level": "Level 5", "type": "Algebra",
+            "solution": "With \\boxed{x} as above, $f(1)=\\boxed{\\frac{1}{2}}$."}  # fmt: skip
+    assert one(tmp_path, gsm).answer == "1200" and one(tmp_path, math).answer == "\\frac{1}{2}"
 
 
 # ---- AIME --------------------------------------------------------------------------------------------------
@@ -287,6 +343,20 @@ def test_arguments_come_out_as_an_object_however_they_are_stored(tmp_path, calls
         "role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}],
     }  # fmt: skip
     assert [m["role"] for m in found["messages"]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_the_cold_start_set_is_read_as_it_is_published(tmp_path):
+    """Open-AgentRL-SFT-3K: messages with tool calls, tools, and enable_thinking in some rows."""
+    said = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "I count.", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "\\boxed{1}"},
+    ]  # fmt: skip
+    rows = [{"messages": said, "tools": TOOLS, "enable_thinking": True}, {"messages": said, "tools": TOOLS}]
+    for path in (jsonl(tmp_path, rows), parquet(tmp_path, rows)):
+        for found in load_conversations(path):
+            assert found == {"messages": said, "tools": TOOLS}
 
 
 def test_parquet_conversations_have_no_keys_that_the_row_did_not_have(tmp_path):

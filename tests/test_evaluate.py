@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import evaluate
+import math_equal
 import tiny
 from evaluate import majority_at_k, mean_interval, pass_at_k, published_bootstrap, summarize
 from rollout import Trajectory
@@ -180,6 +181,12 @@ def test_samples_that_ran_out_of_room_stay_in_the_denominator():
     rows = [row(i // 4, i % 4, mark, finish="stop" if i < 36 else "length") for i, mark in enumerate(marks)]
     table = summarize(rows, 4)
     assert table["avg@4"] == pytest.approx(0.5625) and table["truncated/length"] == 0.25
+
+
+def test_the_average_is_over_all_samples_of_a_problem_not_the_first():
+    """lm-evaluation-harness issue 3248: avg@k was the score of the first sample. 0, 1, 1, 1 is 3/4."""
+    table = summarize([row(0, j, j > 0) for j in range(4)], 4)
+    assert table["avg@4"] == table["pass@1"] == 0.75
 
 
 def test_the_table_says_what_its_rows_say():
@@ -407,6 +414,17 @@ def test_a_budget_as_long_as_the_context_is_told(run, capsys):
     """open-rs issue 13: 4096 new tokens in a context of 4096 cut the prompt in silence."""
     run("--max_new_tokens", "100")
     assert "the context of 100 leaves 98 tokens after the longest prompt, not 100" in capsys.readouterr().out
+
+
+def test_golds_that_are_no_mathematics_are_counted_aloud(run, capsys):
+    """Such a gold was paid for any answer (open-r1 issue 293); unpaid in silence it is a score too low."""
+    run.state.data.write_text(json.dumps({"problem": "p", "answer": "\\text{see the table}"}) + "\n")
+    with pytest.warns(UserWarning, match="is no mathematics"):
+        math_equal._warn_once.cache_clear()
+        math_equal.counts.clear()
+        summary = run()
+    assert summary["with the tool"]["avg@4"] == 0.0
+    assert "4 answers counted as wrong without a comparison: unparsable_gold" in capsys.readouterr().out
 
 
 def test_code_programs_are_graded_by_their_tests(run):

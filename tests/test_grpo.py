@@ -1,4 +1,4 @@
-"""Advantages, the loss of a token, and what an update may depend on. Values are worked out by hand."""
+"""What an update may depend on, and what a run is told. Values are worked out by hand."""
 
 import ast
 import copy
@@ -17,9 +17,8 @@ import evaluate
 import grpo
 import sft
 from data import Problem, parse_args
-from episodes import Agents, gather, measure
+from episodes import Agents, alarms, gather, measure
 from episodes import evaluate as evaluate_policy
-from grpo import group_advantages, policy_loss
 from policy import Policy, micro_batches, pack, packed_row
 from rollout import Trajectory
 from tools import ToolResult
@@ -29,255 +28,6 @@ INF, NAN = float("inf"), float("nan")
 
 def near(values, tolerance=1e-5):
     return pytest.approx(values, abs=tolerance)
-
-
-# ---- advantages --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "rewards, scale, advantages",
-    [
-        ([1, 1, -1, -1], "std", [0.866025, 0.866025, -0.866025, -0.866025]),  # std^2 = 4/3
-        ([1, -1.1, -1.1, -1.1], "std", [1.499999, -0.5, -0.5, -0.5]),
-        ([1, -1, -0.9, -0.6], "std", [1.474860, -0.670391, -0.563128, -0.241341]),
-        ([0.5, 1, -1.1, -2.1], "std", [0.646179, 0.995465, -0.471536, -1.170108]),
-        ([1, -1, -1, -1], "none", [1.5, -0.5, -0.5, -0.5]),
-        ([0, 1, 1], "std", [-1.154699, 0.577350, 0.577350]),  # std^2 = 1/3
-        ([0, 1, 1], "none", [-2 / 3, 1 / 3, 1 / 3]),
-    ],
-)
-def test_an_advantage_is_the_distance_from_the_groups_mean_in_units_of_its_unbiased_std(
-    rewards, scale, advantages
-):
-    """The branches with and without division were swapped (huggingface/trl#3992); the biased std makes groups
-    of four 15 % steeper."""
-    assert group_advantages(rewards, [7] * len(rewards), scale).tolist() == near(advantages)
-
-
-@pytest.mark.parametrize(
-    "right, up, down",
-    [(1, 3.75, -0.25), (4, 1.677051, -0.559017), (8, 0.968246, -0.968246), (15, 0.25, -3.75)],
-)
-def test_advantages_of_right_and_wrong_depend_on_their_share_alone(right, up, down):
-    """sqrt((1-p)/p (G-1)/G) and -sqrt(p/(1-p) (G-1)/G), for rewards +1 and -1 as for 1 and 0."""
-    for wrong in (-1.0, 0.0):
-        found = group_advantages([1.0] * right + [wrong] * (16 - right), [0] * 16).tolist()
-        assert found == near([up] * right + [down] * (16 - right), 2e-5)
-
-
-@pytest.mark.parametrize("reward", [1.0, 0.1, -0.9, 1 / 3, -1.1 + 0.3])
-@pytest.mark.parametrize("scale", ["std", "none"])
-def test_equal_rewards_have_exactly_no_advantage(reward, scale):
-    """The mean of sixteen times 0.1 is not 0.1 in floating point, and a difference of 1e-17 over a std of
-    1e-17 is a signal out of nothing (THUDM/slime#1674, huggingface/trl#7068, verl-project/verl#5228)."""
-    for n in (2, 3, 4, 16):
-        assert group_advantages([reward] * n, [3] * n, scale).tolist() == [0.0] * n
-
-
-def test_rounding_between_nearly_equal_rewards_stays_nothing():
-    """0.1 + 0.2 is not 0.3: the eps of the divisor keeps the noise at noise."""
-    assert group_advantages([0.1 + 0.2, 0.3, 0.3], [0, 0, 0]).abs().max() < 1e-9
-
-
-def test_a_group_of_one_has_no_advantage():
-    """The unbiased std of one number is NaN (ruc-datalab/DeepAnalyze#116, modelscope/ms-swift#3980)."""
-    assert group_advantages([1.0], [0]).tolist() == [0.0]
-    assert group_advantages([1.0, 0.0, 1.0], [0, 1, 1]).tolist() == near([0.0, -0.707106, 0.707106])
-
-
-def test_a_group_is_normalised_by_itself_not_by_the_batch():
-    """Batch-wide the second group would get 0.4999 each for rewards that are all equal
-    (XU-YIJIE/grpo-flat#2, linkedin/Liger-Kernel#553)."""
-    assert group_advantages([1, 0, 1, 1], [0, 0, 1, 1]).tolist() == near([0.707106, -0.707106, 0, 0])
-    assert group_advantages([1, 0, 1, 1], [0, 0, 1, 1], "none").tolist() == [0.5, -0.5, 0, 0]
-
-
-def test_a_group_is_found_by_its_id_in_any_order():
-    """Reshaping to [prompts, G] takes a, b, a, b for two groups of the wrong members (dllm-reasoning/d1#19),
-    and filtered or shuffled rows lose their baseline (NovaSky-AI/SkyRL#1507)."""
-    assert group_advantages([1, 1, 0, 1], [5, 2, 5, 2], "none").tolist() == [0.5, 0, -0.5, 0]
-    rewards, ids = torch.randn(24, generator=torch.Generator().manual_seed(0)), torch.arange(24) // 6
-    shuffle = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(
-        group_advantages(rewards[shuffle], ids[shuffle]), group_advantages(rewards, ids)[shuffle]
-    )
-
-
-def test_an_unknown_scale_is_refused():
-    """A typing error must not silently become one of the two."""
-    with pytest.raises(ValueError, match="stdd"):
-        group_advantages([1.0, 0.0], [0, 0], "stdd")
-
-
-# ---- the loss of a token -----------------------------------------------------------------------------------
-
-
-def loss_of(advantages, ratios, mask=None, **options):
-    """Losses, d loss / d log-prob, and stats, of tokens with these advantages and ratios."""
-    logp = torch.tensor([r if isinstance(r, float) and math.isnan(r) else math.log(r) for r in ratios]) - 1.0
-    logp.requires_grad_()
-    mask = torch.tensor(mask or [1] * len(ratios))
-    loss, stats = policy_loss(logp, torch.full_like(logp, -1.0), torch.tensor(advantages), mask, **options)
-    loss.sum().backward()
-    return loss.tolist(), logp.grad.tolist(), {k: v.item() for k, v in stats.items()}
-
-
-@pytest.mark.parametrize(
-    "advantage, ratio, loss",
-    [
-        (1, 2, -1.28), (1, 1.2, -1.2), (1, 0.5, -0.5), (-1, 2, 2), (-1, 0.5, 0.8), (-1, 20, 10),
-        (-0.5, 12, 5), (1, 1.25, -1.25), (1, 1.3, -1.28), (1, 0.75, -0.75), (-1, 0.75, 0.8), (-1, 1.3, 1.3),
-        (1, 1, -1), (-1, 1, 1),
-    ],
-)  # fmt: skip
-def test_the_clipped_loss_by_hand(advantage, ratio, loss):
-    """Which of the two bounds holds for which sign (agentscope-ai/Trinity-RFT#340,
-    OpenRLHF/OpenRLHF#1091)."""
-    assert loss_of([float(advantage)], [ratio])[0] == near([loss])
-
-
-@pytest.mark.parametrize(
-    "advantage, ratio, loss",
-    [(-1, 10, 3), (-1, 2, 2), (-1, 0.5, 0.8), (-2, 4, 6), (1, 10, -1.28), (1, 0.5, -0.5), (1, 1, -1)],
-)
-def test_the_dual_clip_bounds_the_loss_of_a_negative_advantage_only(advantage, ratio, loss):
-    """With the sign lost, a right token at ratio 1 got -3 instead of -1 (thu-ml/tianshou#433,
-    verl-project/verl#784)."""
-    assert loss_of([float(advantage)], [ratio], dual_clip=3.0)[0] == near([loss])
-
-
-@pytest.mark.parametrize("dual_clip", [1.0, 0.5, -3.0])
-def test_a_dual_clip_inside_the_clip_range_is_refused(dual_clip):
-    """c <= 1 would bound tokens whose ratio is still 1 (opendilab/PPOxFamily#95)."""
-    with pytest.raises(ValueError, match=str(dual_clip)):
-        loss_of([-1.0], [1.0], dual_clip=dual_clip)
-
-
-@pytest.mark.parametrize("dual_clip", [None, 0.0])
-def test_without_a_dual_clip_nothing_bounds_a_negative_advantage(dual_clip):
-    """0 on the command line means none, not a bound of 0."""
-    losses, gradient, stats = loss_of([-1.0], [20.0], dual_clip=dual_clip)
-    assert losses == near([20.0], 1e-4) and gradient == near([20.0], 1e-4) and stats["dual"] == 0
-
-
-@pytest.mark.parametrize(
-    "advantage, ratio, slope",
-    [(1, 0.5, -1), (1, 1, -1), (1, 1.5, 0), (-1, 0.5, 0), (-1, 1, 1), (-1, 1.5, 1), (-1, 11, 0), (0, 1.5, 0)],
-)
-def test_the_gradient_by_the_ratio_by_hand(advantage, ratio, slope):
-    """d loss / d ratio is -A where the ratio may still move, 0 where a bound holds. At ratio 1 it is -A
-    although the mean loss of a group is 0: "the loss is 0, is it broken?" (huggingface/trl#3452,
-    open-r1#239)."""
-    _, gradient, _ = loss_of([float(advantage)], [ratio])
-    assert gradient == near([slope * ratio])  # d ratio / d log-prob = ratio
-
-
-def test_the_first_loss_is_minus_the_advantage_and_its_ratio_is_one():
-    """On-policy: log-probs equal, so ratio 1, nothing clipped, no KL."""
-    losses, gradient, stats = loss_of([2.0, -3.0, 0.0], [1.0, 1.0, 1.0])
-    assert losses == [-2.0, 3.0, 0.0] and gradient == [-2.0, 3.0, 0.0]
-    assert set(stats.values()) == {0.0}
-
-
-def test_stats_are_shares_of_the_policy_tokens():
-    """Of five policy tokens one is held by each bound; -log ratio is averaged over the five. Masked tokens
-    with a huge ratio do not count (THUDM/slime#1372, NovaSky-AI/SkyRL#490)."""
-    advantages, ratios = [-1.0, 1.0, -1.0, 1.0, -1.0, 1.0], [0.5, 1.5, 20.0, 1.0, 1.0, 9.0]
-    _, _, stats = loss_of(advantages, ratios, mask=[1, 1, 1, 1, 1, 0])
-    assert stats == {
-        "clip_low": near(0.2),
-        "clip_high": near(0.2),
-        "dual": near(0.2),
-        "kl_old": near(-math.log(0.5 * 1.5 * 20) / 5),
-    }
-
-
-def test_a_far_token_has_a_finite_loss():
-    """exp(100) is inf in float32, and inf * 0 is NaN (radixark/miles#1363, huggingface/trl#3015)."""
-    logp = torch.tensor([100.0, 100.0, 100.0, -100.0, -100.0], requires_grad=True)
-    advantages = torch.tensor([0.0, 1.0, -1.0, 1.0, -1.0])
-    for dual_clip in (10.0, None):
-        logp.grad = None
-        loss, stats = policy_loss(logp, torch.zeros(5), advantages, torch.ones(5), dual_clip=dual_clip)
-        loss.sum().backward()
-        assert torch.isfinite(loss).all() and torch.isfinite(logp.grad).all()
-        assert all(torch.isfinite(v) for v in stats.values())
-        assert loss[:2].tolist() == near([0.0, -1.28])
-
-
-@pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e30])
-@pytest.mark.parametrize("where", ["logp", "old_logp", "advantages"])
-@pytest.mark.parametrize("seq", [False, True])
-def test_nothing_at_a_masked_place_changes_anything(bad, where, seq):
-    """NaN times a mask of 0 is NaN (NovaSky-AI/SkyRL#1635), and a placeholder log-prob at tool tokens leaked
-    into the ratio (yaof20/Flash-RL#19): loss, gradient and stats must be the same bits."""
-
-    def found(value):
-        row = {
-            "logp": [-1.0, -2.0, -1.5, -1.0],
-            "old_logp": [-1.1, -2.0, -1.0, -1.2],
-            "advantages": [1.0, 1.0, -1.0, -1.0],
-        }
-        row = {k: torch.tensor(v) for k, v in row.items()}
-        row[where][1] = value
-        row["logp"].requires_grad_()
-        ids = torch.tensor([0, 0, 1, 1]) if seq else None
-        loss, stats = policy_loss(**row, mask=torch.tensor([1, 0, 1, 1]), seq_ids=ids)
-        loss.sum().backward()
-        return [loss, row["logp"].grad, *stats.values()]
-
-    for clean, dirty in zip(found(0.0), found(bad)):
-        assert torch.equal(clean, dirty)
-    assert found(bad)[0][1] == 0 and found(bad)[1][1] == 0
-
-
-@pytest.mark.parametrize("seq", [False, True])
-def test_an_empty_mask_gives_zero_and_backward_works(seq):
-    """0/0 when every completion was cut (huggingface/trl#3248, unslothai/unsloth-zoo#1286); the repair
-    returned a zero without a graph, and backward crashed (huggingface/trl#5826)."""
-    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    ids = torch.tensor([0, 1]) if seq else None
-    loss, stats = policy_loss(logp, torch.zeros(2), torch.ones(2), torch.zeros(2), seq_ids=ids)
-    loss.sum().backward()
-    assert loss.tolist() == [0, 0] and logp.grad.tolist() == [0, 0]
-    assert all(v.item() == 0 for v in stats.values())
-
-
-def test_tool_tokens_are_neither_summed_nor_counted():
-    """3 policy, 4 tool and 2 policy tokens at ratio 1 and A = 1: the mean over 5 tokens is -1, and the
-    gradient at the tool's is 0 (THUDM/slime#1370, verl-project/verl#2368, huggingface/trl#4976)."""
-    mask = [1, 1, 1, 0, 0, 0, 0, 1, 1]
-    losses, gradient, _ = loss_of([1.0] * 9, [1.0] * 9, mask=mask)
-    assert sum(losses) / sum(mask) == -1.0
-    assert gradient == [-float(m) for m in mask]
-
-
-def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
-    """GSPO: log-ratios .1, -.2, .3 give exp(.2 / 3) = 1.068939 for each token, and each gets that gradient
-    times -A; taken by the sum instead of the mean the ratio grows with length (huggingface/trl#4772). Another
-    sequence in between, and a masked token, have no part in it."""
-    log_ratio = torch.tensor([0.1, 0.5, -0.2, 9.0, 0.3, -0.1])
-    seq_ids, mask = torch.tensor([4, 1, 4, 4, 4, 1]), torch.tensor([1, 1, 1, 0, 1, 1])
-    logp = (log_ratio - 2.0).requires_grad_()
-    advantages = torch.tensor([1.0, -2.0, 1.0, 1.0, 1.0, -2.0])
-    loss, stats = policy_loss(logp, torch.full((6,), -2.0), advantages, mask, seq_ids=seq_ids)
-    other = math.exp(0.4 / 2)
-    by_hand = [-1.068939, 2 * other, -1.068939, 0.0, -1.068939, 2 * other]
-    assert loss.tolist() == near(by_hand)
-    loss.sum().backward()
-    assert logp.grad.tolist() == near(by_hand)
-    assert stats["kl_old"].item() == near(-(0.1 + 0.5 - 0.2 + 0.3 - 0.1) / 5)
-
-
-def test_a_sequence_is_clipped_as_a_whole():
-    """Beyond its bound none of the tokens has a gradient, whatever its own ratio."""
-    logp = torch.tensor([0.004, -0.002, 0.002, 0.0], requires_grad=True)
-    ids, advantages = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 1.0, -1.0, -1.0])
-    loss, stats = policy_loss(logp, torch.zeros(4), advantages, torch.ones(4), 3e-4, 4e-4, seq_ids=ids)
-    loss.sum().backward()
-    assert loss.tolist() == near([-1.0004, -1.0004, math.exp(0.001), math.exp(0.001)], 1e-6)
-    assert logp.grad.tolist() == near([0, 0, math.exp(0.001), math.exp(0.001)], 1e-6)
-    assert stats["clip_high"].item() == 0.5
 
 
 # ---- rows --------------------------------------------------------------------------------------------------
@@ -661,6 +411,186 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_it_reaches_a_weight(b
     )
 
 
+# ---- options of the update ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens_per_row", [1, 1000])
+@pytest.mark.parametrize(
+    "loss_mean, one, two", [("token", 1 / 3, 1 / 3), ("sequence", 1 / 2, 1 / 4), ("constant", 1 / 8, 1 / 8)]
+)
+def test_a_token_weighs_what_the_mean_says_however_the_rows_are_packed(loss_mean, one, two, tokens_per_row):
+    """Answers of one and of two tokens, A = 1, max_new_tokens 4. A mean in each micro-batch would give 1 and
+    1/2 for any of them as soon as each answer has a row of its own."""
+    policy = Scores({})
+    batch = [episode([1, 10], [0, 1]), episode([1, 11, 5, 12], [0, 1, 0, 1])]
+    more = dict(loss_mean=loss_mean, max_new_tokens=4, tokens_per_row=tokens_per_row)
+    metrics = update(policy, batch, **more)
+    assert policy.change(10, 11, 12, 5) == near([one, two, two, 0])
+    assert metrics["policy/loss"] == near(-(one + 2 * two))
+
+
+@pytest.mark.parametrize("tokens_per_row", [1, 1000])
+def test_a_sequence_ratio_is_clipped_by_the_mean_of_its_own_tokens(tokens_per_row):
+    """Log-ratios 0.1 and -0.1 of one answer: its ratio is 1, inside 3e-4 and 4e-4, though both tokens are far
+    outside; those of the other, 0.1 and 0.1, are clipped whole. Recipe grpo-scr."""
+    recipe = grpo.PRESETS["grpo-scr"] | dict(old_logp="sampler", tokens_per_row=tokens_per_row)
+    policy = Scores({10: -1.0, 11: -1.0, 12: -1.0, 13: -1.0})
+    batch = [
+        episode([1, 10, 11], [0, 1, 1], logprobs=[0, -1.1, -0.9]),
+        episode([1, 12, 13], [0, 1, 1], logprobs=[0, -1.1, -1.1]),
+    ]
+    metrics = update(policy, batch, **recipe)
+    assert policy.change(10, 11, 12, 13) == near([0.25, 0.25, 0, 0])
+    assert metrics["policy/clip_high"] == near(0.5)
+
+
+@pytest.mark.parametrize("estimator, slope", [("k2", 0.3), ("k1", 0.3), ("k3", 1 - math.exp(-0.3))])
+def test_the_kl_term_pulls_a_token_back_to_the_reference(estimator, slope):
+    """d = 0.3, no advantage, weight 0.1, one of two policy tokens; tool tokens are not pulled."""
+    policy, ref = Scores({10: -1.0, 11: -1.0, 5: -1.0}), Scores({10: -1.3, 11: -1.0, 5: -9.0})
+    batch = [episode([1, 10, 5, 11], [0, 1, 0, 1], advantage=0.0)]
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    config = settings(kl=0.1, kl_estimator=estimator)
+    metrics = grpo.update(policy, optimizer, batch, config, seed=0, ref=ref)
+    assert policy.change(10, 11, 5) == near([-0.1 * slope / 2, 0, 0])
+    value = {"k1": 0.3, "k2": 0.045, "k3": math.exp(-0.3) - 1 + 0.3}[estimator]
+    assert metrics["policy/kl_ref"] == near(value / 2)
+    assert ref.logp.grad is None
+
+
+def test_the_entropy_bonus_raises_the_entropy_of_the_policys_own_tokens():
+    """Minus the bonus times the mean entropy over policy tokens, tool tokens apart."""
+    policy = Scores({10: -1.0}, entropy={10: 2.0, 5: 7.0, 11: 1.0})
+    policy.entropy.requires_grad_()
+    metrics = update(policy, [episode([1, 10, 5, 11], [0, 1, 0, 1], advantage=0.0)], entropy=0.1)
+    assert metrics["policy/loss"] == near(-0.1 * 1.5)
+    assert policy.entropy.grad[[10, 5, 11]].tolist() == near([-0.05, 0, -0.05])
+
+
+def test_every_recipe_of_the_paper_can_be_laid_over_a_size():
+    """grpo-t: symmetric clip, KL, no overlong shaping; grpo-tcr: the default; grpo-scr: ratio and mean of
+    whole sequences, clipped at 3e-4 and 4e-4."""
+
+    def config(line):
+        return parse_args(grpo.Config, line.split(), presets=grpo.PRESETS)
+
+    t, tcr, scr = (config(f"--preset qwen3-4b+grpo-{name}") for name in ("t", "tcr", "scr"))
+    assert (t.clip_low, t.clip_high, t.kl, t.overlong_buffer) == (0.2, 0.2, 0.001, 0)
+    assert replace(tcr, preset="") == replace(config("--preset qwen3-4b"), preset="")
+    assert (scr.clip_low, scr.clip_high, scr.ratio, scr.loss_mean) == (3e-4, 4e-4, "sequence", "sequence")
+    assert scr.overlong_buffer == 4096 and scr.kl == 0
+    assert config("--preset tiny+grpo-scr --clip_high 0.5").clip_high == 0.5
+    assert config("--preset tiny+grpo-t").max_new_tokens == grpo.PRESETS["tiny"]["max_new_tokens"]
+
+
+# ---- groups that teach nothing -----------------------------------------------------------------------------
+
+
+class Dice:
+    """Agents whose episodes of a problem earn what the problem says: a list of rewards."""
+
+    def __init__(self):
+        self.asked, self.seconds = [], {"time/rollout": 2.0, "time/reward": 0.5}
+
+    def sample(self, problems, n, seed):
+        self.asked.append((len(problems), seed))
+        return [
+            {
+                "prompt_index": i, "sample_index": j, "reward": r, "correct": r > 0, "family": "f",
+                "mask": [0, 1], "ids": [1, 2], "prompt_len": 1, "finish": "stop", "tool_results": [],
+                "reward_parts": {"tool": 0.0, "overlong": 0.0},
+            }
+            for i, rewards in enumerate(problems) for j, r in enumerate(rewards)
+        ]  # fmt: skip
+
+
+def resampled(problems, refills, resample):
+    """(rewards by group, metrics, agents, how many were asked for in place of flat ones)."""
+    agents, wanted = Dice(), []
+
+    def others(data, seed, n):
+        wanted.append(n)
+        return [refills.pop(0) for _ in range(n)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "draw_others", others)
+        episodes, row = grpo.sample(agents, problems, [], settings(group=2, batch=6, resample=resample), 7)
+    order = [(e["prompt_index"], e["sample_index"]) for e in episodes]
+    assert order == [(i, j) for i in range(3) for j in range(2)]
+    return [[e["reward"] for e in episodes[i : i + 2]] for i in (0, 2, 4)], row, agents, wanted
+
+
+def test_groups_of_equal_rewards_are_replaced_until_they_differ():
+    """DAPO: a batch full of groups that teach. Groups 0 and 2 are flat, then one of the new ones is."""
+    flat, mixed = [-1, -1], [1, -1]
+    found, row, agents, wanted = resampled([[1, 1], mixed, flat], [[-1, 1], flat, [1, -1]], resample=5)
+    assert found == [[-1, 1], mixed, [1, -1]]
+    assert wanted == [2, 1] and row["group/resampled"] == 3
+    assert len({seed for _, seed in agents.asked}) == 3  # the same seed would draw the same again
+    assert row["time/rollout"] == 6.0 and row["speed/tokens_per_s"] == near((6 + 4 + 2) / 6)
+
+
+def test_replacing_ends_at_its_bound_and_trains_on_what_is_there():
+    """Problems that are all solved would keep it for ever (BytedTsinghua-SIA/DAPO#22, #28)."""
+    solved = [1, 1]
+    found, row, agents, wanted = resampled([solved] * 3, [solved] * 6, resample=2)
+    assert found == [solved] * 3 and wanted == [3, 3] and row["group/zero_variance"] == 1
+    assert resampled([solved] * 3, [], resample=0)[3] == []
+
+
+def test_metrics_are_of_the_problems_asked_for_not_of_the_chosen():
+    """Half of each kept group is right by construction: a curve of what was kept shows the choice, not the
+    policy."""
+    _, row, _, _ = resampled([[1, 1], [1, 1], [1, 1]], [[-1, 1]] * 3, resample=1)
+    assert row["reward/correct"] == 1.0 and row["group/zero_variance"] == 1.0
+
+
+# ---- what the run tells ------------------------------------------------------------------------------------
+
+FINE = {
+    "policy/entropy": 0.3, "reward/correct": 0.5, "sampler/gap_mean": 1e-6, "tool/used": 0.6,
+    "group/zero_variance": 0.3, "length/truncated": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"policy/entropy": 0.02}, ["fell from 0.300 to 0.020", "50%", "--clip_high"]),
+        ({"policy/entropy": 1.2}, ["rose from 0.300 to 1.200", "--lr"]),
+        ({"tool/used": 0.01}, ["1% of the episodes call the tool"]),
+        ({"group/zero_variance": 1.0}, ["all samples earned the same", "pass rate"]),
+        ({"sampler/gap_mean": 0.01}, ["1.0e-02"]),
+        ({"length/truncated": 0.8}, ["80%", "--max_new_tokens"]),
+    ],
+)
+def test_what_goes_wrong_is_said_in_plain_words(change, words):
+    """A collapsed or exploding entropy, an unlearned tool, a batch without signal and two policies that have
+    drifted apart are in everybody's metrics and in nobody's eye."""
+    assert alarms({**FINE, **change}, [{"step": 0}, FINE], exact=True).keys() == change.keys()
+    (said,) = alarms({**FINE, **change}, [{"step": 0}, FINE], exact=True).values()
+    assert all(w in said for w in words), said
+
+
+def test_a_healthy_run_is_not_alarmed():
+    """Entropy that falls because nearly everything is right is what is wanted; bfloat16 rounds."""
+    assert alarms(FINE, [], exact=True) == {}
+    solved = {**FINE, "policy/entropy": 0.005, "reward/correct": 0.97}
+    assert alarms(solved, [FINE], exact=True) == {}
+    assert alarms({**FINE, "sampler/gap_mean": 0.01}, [FINE], exact=False) == {}
+
+
+def test_a_loss_that_is_not_finite_names_the_layer_where_it_begins():
+    """The bare word NaN after hours tells nothing. A weight of the second layer's MLP is broken: the first
+    output that is not finite is that module's, not the last layer's."""
+    hf = small_model("qwen3")
+    policy = Policy(hf)
+    with torch.no_grad():
+        hf.base_model.layers[1].mlp.up_proj.weight[3, 3] = NAN
+    with pytest.raises(FloatingPointError, match=r"layers\.1\.mlp\.up_proj"):
+        update(policy, [episode([1, 10, 11], [0, 1, 1])])
+
+
 # ---- reward and metrics of an episode ----------------------------------------------------------------------
 
 
@@ -695,6 +625,19 @@ def test_a_right_answer_earns_one_and_a_wrong_one_minus_one_plus_a_tenth_a_round
     assert (kept["family"], kept["answer"], kept["prompt_index"], kept["sample_index"]) == ("mod", "16", 3, 1)
     assert kept["tool_results"] == [{"output": "16", "status": "ok", "seconds": 0.1, "stdout": ""}]
     json.dumps(kept)
+
+
+def test_training_samples_from_the_whole_law(tokenizer):
+    """With top-p or top-k on, the tail is neither sampled nor trained, and the stored log-prob is not the
+    trainer's (huggingface/trl#6789; karpathy/nanochat's chat_rl.py samples the 50 likeliest tokens). Each one
+    here is that of the model's plain softmax."""
+    hf = small_model("qwen3", vocab_size=len(tokenizer), num_hidden_layers=2)
+    limits = dict(max_prompt=40, max_new_tokens=12, overlong_buffer=0, describe_tool=False)
+    agents = Agents(hf, tokenizer, None, settings(**limits))
+    problem = Problem([{"role": "user", "content": "q"}], "16", "math", "mod", "p")
+    for e in agents.sample([problem], 8, seed=0):
+        right = [lp * m for lp, m in zip(own_logp(hf, e["ids"]).tolist(), e["mask"])]
+        assert e["logprobs"] == near(right, 1e-4)
 
 
 def test_only_the_policys_last_turn_is_the_answer(tokenizer):
@@ -821,6 +764,12 @@ def test_the_share_of_right_answers_has_wilsons_interval():
         (["--cache-tokens", "64"], ["--cache_tokens 64", "214"]),
         (["--eval-every", "-1"], ["--eval_every"]),
         (["--tis", "2"], ["--tis", "--old_logp trainer"]),
+        (["--kl", "-1"], ["--kl -1.0", "0 or more"]),
+        (["--kl-estimator", "k4"], ["--kl_estimator k4", "k1 or k2 or k3"]),
+        (["--loss-mean", "mean"], ["--loss_mean mean", "token or sequence or constant"]),
+        (["--ratio", "gspo"], ["--ratio gspo", "token or sequence"]),
+        (["--resample", "-1"], ["--resample -1"]),
+        (["--preset", "grpo-scr"], ["--model", "tiny+"]),
         (["--preset", "qwen3-4b", "--model", ""], ["--model"]),
     ],
 )
@@ -839,7 +788,8 @@ def test_settings_that_cannot_work_are_refused_before_the_run(given, words, caps
 @pytest.mark.parametrize("preset", grpo.PRESETS)
 def test_every_preset_is_accepted(preset):
     """And so are its neighbours at the limits of what is allowed."""
-    config = parse_args(grpo.Config, ["--preset", preset], presets=grpo.PRESETS)
+    name = preset if "grpo" not in preset else f"qwen3-4b+{preset}"
+    config = parse_args(grpo.Config, ["--preset", name], presets=grpo.PRESETS)
     grpo.check(config)
     grpo.check(
         replace(
@@ -854,7 +804,7 @@ def test_every_field_of_a_configuration_is_read(module):
     and never passed on."""
     read, names = set(), ("c", "cfg", "config")
     folder, name = Path(module.__file__).parent, Path(module.__file__).name
-    files = [name, "episodes.py"] if module is grpo else [name]
+    files = [name, "config.py", "episodes.py"] if module is grpo else [name]
     for part in ast.parse("\n".join((folder / f).read_text() for f in files)).body:
         nodes = list(ast.walk(part))
         for node in nodes:  # config.x, self.config.x; and in the same function as getattr(config, name), "x"

@@ -278,9 +278,13 @@ def test_kernels_read_inside_their_inputs_and_write_inside_their_outputs():
 @both_bodies
 def test_every_output_is_written_whole(body, monkeypatch):
     """A result that leans on what fresh memory holds: every buffer is handed out full of NaN."""
-    for name in ("empty", "empty_like"):
-        plain = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, plain=plain, **k: plain(*a, **k).fill_(NAN))
+
+    def spoiled(x):
+        return x.fill_(NAN) if x.is_floating_point() else x
+
+    for home, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        plain = getattr(home, name)
+        monkeypatch.setattr(home, name, lambda *a, plain=plain, **k: spoiled(plain(*a, **k)))
     for width in (None, 130):
         narrow_slices(monkeypatch, width)
         hidden, weight, targets = (a.requires_grad_(i < 2) for i, a in enumerate(linear_case(5, 24, 300)))

@@ -109,6 +109,17 @@ def test_the_model_in_the_gguf_file_is_the_one_it_should_be_and_passes_the_audit
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_a_model_from_a_gguf_file_is_saved_as_an_ordinary_one(smollm, tmp_path):
+    """transformers takes it for a quantized model and refuses to save it: a run would end at its first
+    checkpoint."""
+    model, tokenizer = smollm
+    net.save(net.Policy(model), tokenizer, tmp_path / "model")
+    again, words = net.load(str(tmp_path / "model"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    chat = [{"role": "user", "content": "Hi"}]
+    assert encode_prompt(words, chat) == encode_prompt(tokenizer, chat)
+
+
 def test_greedy_sampling_of_ragged_chats_equals_generate_token_for_token(smollm):
     """Shorter rows of a batch at wrong positions, or a cache off by one, still give fluent text
     (huggingface/transformers#26344, unslothai/unsloth#3699); only a comparison shows it."""

@@ -119,6 +119,7 @@ $\frac{1}{2}$ | 0.5
 53/8 | 6\frac{5}{8}
 53/8 | 6 5/8
 -53/8 | -6 5/8
+-53/8 | -6\frac{5}{8}
 53/8 | 6+\frac{5}{8}
 1234567 | 1,234,567
 23456 | 23{,}456
@@ -325,10 +326,21 @@ def test_a_gold_that_is_no_mathematics_is_never_paid_for_and_is_counted():
 
 def test_an_answer_that_never_ends_costs_its_limit_and_no_more():
     """sympy does not come back from a tower of powers (verl#469); the next answer must be graded as ever."""
-    start, before = time.perf_counter(), math_equal.counts["timeout"]
-    assert not math_correct(r"\boxed{9^{9^{9^{9}}}-1}", "x")
-    assert time.perf_counter() - start < 6 and math_equal.counts["timeout"] == before + 1
-    assert math_correct(r"\boxed{\frac{x}{2}}", "0.5x")
+    for tower, gold in ((r"9^{9^{9^{9}}}", "1"), (r"9^{9^{9^{9}}}-1", "x")):
+        start, before = time.perf_counter(), math_equal.counts["timeout"]
+        assert not math_correct(rf"\boxed{{{tower}}}", gold)
+        assert time.perf_counter() - start < 6 and math_equal.counts["timeout"] == before + 1
+        assert math_correct(boxed("3"), "3") and math_correct(r"\boxed{\frac{x}{2}}", "0.5x")
+
+
+def test_the_gold_is_asked_in_the_place_of_the_gold(monkeypatch):
+    """A comparison that is not symmetric was called the wrong way round (Math-Verify#10, sieval#18)."""
+    asked = []
+    monkeypatch.setattr(
+        math_equal._process, "ask", lambda gold, answer: asked.append((gold, answer)) or "True"
+    )
+    assert math_correct(boxed("0<x<7.5"), "(0, 7.5)")
+    assert asked == [("(0, 7.5)", "0<x<7.5")]
 
 
 def test_any_thread_may_ask():

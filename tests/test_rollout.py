@@ -14,9 +14,11 @@ import pytest
 import torch
 from conftest import FAMILIES, small_model
 
+import attention
 import rollout
 from chat import encode_prompt
-from policy import Policy, packed_row
+from notes import SearchNotes
+from policy import Policy, copy_weights, packed_row, sampler_copy
 from rollout import Sampler, random_key, run_agent, sample_tokens, uniforms
 from tools import PythonTool, ToolResult
 
@@ -160,6 +162,24 @@ def test_masked_tokens_are_never_drawn_and_the_ends_of_the_unit_interval_are_saf
     rough = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0)) * 4
     token, _ = sample_tokens(rough, torch.full((64,), 1 - 2.0**-52, dtype=torch.float64))
     assert (token < 5000).all()
+
+
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 1000])
+def test_a_token_is_that_of_the_inverse_distribution_function_wherever_a_part_ends(vocabulary):
+    """The vocabulary is summed in parts: one token too far at the end of a part, or a last part that is not
+    full, shifts the law of a few tokens only. Against the whole cumulative sum in float64; a token in three
+    has probability 0, and so has a whole part."""
+    logits = 3 * torch.randn(2000, vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[:, 1::3] = -torch.inf
+    if vocabulary == 1000:
+        logits[:, 256:512] = -torch.inf
+    cdf = torch.softmax(logits.double(), -1).cumsum(-1)
+    u = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+    token, logprob = sample_tokens(logits, u)
+    below = torch.nn.functional.pad(cdf, (1, 0)).gather(1, token[:, None])[:, 0]
+    above = cdf.gather(1, token[:, None])[:, 0]
+    assert (below <= u + 1e-6).all() and (u - 1e-6 < above).all() and (above > below).all()
+    assert close(logprob.tolist(), (above - below).log().tolist(), 1e-4)
 
 
 def test_random_numbers_belong_to_their_key_and_position():
@@ -400,6 +420,53 @@ def test_new_weights_are_used_at_once():
     for t, want in zip(after, trainer_logprobs(model, after)):
         assert close(t.logprobs, want)
     assert not close(before[0].logprobs[13:15], after[0].logprobs[13:15], 1e-2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_samplers_copy_speaks_with_the_new_weights_once_they_are_copied(tied):
+    """A copy that keeps old weights, packed ones or the keys of a prompt that comes again samples from the
+    policy of the step before (PrimeIntellect-ai/prime-rl#1650): nothing crashes, every ratio is off."""
+    model = small_model("qwen3", tie_word_embeddings=tied)
+    policy, copied = Policy(model), sampler_copy(model, torch.float32)
+    sampler, prompts = Sampler(copied, BARE, max_rows=4), some_prompts(13, 5)
+    before = sampler.generate(prompts, 2, 6)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    assert ids(sampler.generate(prompts, 2, 6)) == ids(before)  # a copy of its own
+    copy_weights(policy, copied)
+    after = sampler.generate(prompts, 2, 6)
+    for t, want in zip(after, trainer_logprobs(model, after)):
+        assert close(t.logprobs, want)
+    assert not close(before[0].logprobs[13:15], after[0].logprobs[13:15], 1e-2)
+
+
+def test_the_seconds_of_a_run_are_split_into_its_parts(monkeypatch):
+    """Where the time of a step goes is the first question of who wants it faster. A clock that ticks once
+    each time it is read: one forward reads two prompts, two decode, each followed by a draw; two of four
+    places are taken."""
+    ticks = itertools.count()
+    monkeypatch.setattr(rollout.time, "perf_counter", lambda: float(next(ticks)))
+    _, stats = generate(small_model("qwen3", eos_token_id=None), some_prompts(5, 7), 1, 3, max_rows=4)
+    parts = {name: value for name, value in stats.items() if isinstance(value, float)}
+    assert parts == {"prefill": 1.0, "decode": 2.0, "sampling": 3.0, "tool_wait": 0.0, "idle_slots": 1.5}
+
+
+def test_a_half_precision_sampler_on_cpu_follows_its_weights_and_leaves_the_model_as_it_was():
+    """Its products read packed copies of the weights: of the step before, they would give another policy's
+    log-probs; left in the model, they would stay for every later forward."""
+    model = sampler_copy(small_model("qwen2", eos_token_id=None), torch.bfloat16)
+    sampler, prompts = Sampler(model, BARE, max_rows=4), some_prompts(13, 5)
+    for step in range(2):
+        found = sampler.generate(prompts, 2, 6)
+        assert not any("forward" in vars(module) for module in model.modules())
+        for t, want in zip(found, trainer_logprobs(model, found)):
+            assert close(t.logprobs, want, 0.1)  # of a rounding to 8 bits
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)))
+    with attention.packed_weights(model):
+        assert sum("forward" in vars(module) for module in model.modules()) in (0, 4 * 7 + 1)
 
 
 def test_a_run_that_was_broken_off_leaves_nothing_behind():
@@ -869,6 +936,28 @@ def test_a_function_is_a_tool_and_one_that_raises_is_answered(episodes, tokenize
         ("error", "RuntimeError: the worker is gone"),
     ]
     assert "\n0.25\n" in tool_texts(t, tokenizer)[0] and t.finish == "stop"
+
+
+def test_an_episode_uses_two_tools(episodes, tokenizer, tmp_path):
+    """A second tool is a name, a schema and a callable, and needs nothing more. Here the policy corrects a
+    call that the schema does not allow, looks something up, and computes with it, two calls at once."""
+    (tmp_path / "planets.txt").write_text("Mars has 2 moons.\n\nJupiter has 95 moons.")
+    search = [call_of("search_notes", words="moons"), call_of("search_notes", query="moons of Jupiter")]
+    turns = [search[0], search[1], call("print(95 * 2)") + call_of("search_notes", query="Venus"), SAY]
+    with PythonTool(workers=1, timeout_s=20) as python:
+        tools = {"python": python, "search_notes": SearchNotes(tmp_path, most=1)}
+        t = episodes([turn + END for turn in turns], tools=tools).only
+        described = tokenizer.decode(
+            encode_prompt(tokenizer, [{"role": "user", "content": "?"}], [t.schema for t in tools.values()])
+        )
+    assert '"name": "python"' in described and '"name": "search_notes"' in described
+    assert [(r.status, r.output) for r in t.tool_results] == [
+        ("error", "Error: search_notes takes query, not words"),
+        ("ok", "planets.txt: Jupiter has 95 moons."),
+        ("ok", "190"),
+        ("ok", "no note matches"),
+    ]
+    assert "\n190\n" in tool_texts(t, tokenizer)[2] and t.finish == "stop"
 
 
 @pytest.mark.parametrize("arguments", [dict(code=5), dict(code=None)], ids=str)

@@ -154,12 +154,12 @@ def without_clocks(found):
     return found
 
 
-def the_same_run(one: Path, other: Path) -> None:
+def the_same_run(one: Path, other: Path, checkpoints=("step_000002", "step_000004")) -> None:
     """Bit for bit: metrics, sampled ids with their log-probs and rewards, weights."""
     assert without_clocks(rows(one)) == without_clocks(rows(other))
     for step in (1, 2, 3, 4):
         assert without_clocks(trajectories(one, step)) == without_clocks(trajectories(other, step))
-    for step in ("step_000002", "step_000004"):
+    for step in checkpoints:
         file = f"checkpoints/{step}/model/model.safetensors"
         assert (one / file).read_bytes() == (other / file).read_bytes()
 
@@ -169,7 +169,8 @@ def the_same_run(one: Path, other: Path) -> None:
 PROMISED = """step reward/mean reward/correct reward/overlong length/policy_tokens length/tool_tokens
 length/truncated tool/calls tool/used tool/success tool/repaired tool/seconds policy/entropy policy/clip_low
 policy/clip_high policy/grad_norm policy/kl_old sampler/gap_mean sampler/gap_max group/zero_variance
-time/rollout time/tool_wait time/reward time/train time/step speed/tokens_per_s""".split()
+time/rollout time/tool_wait time/reward time/train time/step speed/tokens_per_s
+time/prefill time/decode time/sampling time/idle_slots""".split()
 
 
 def test_a_row_of_metrics_has_all_that_is_promised(straight):
@@ -267,8 +268,7 @@ def test_a_killed_run_continues_bit_for_bit_and_mends_its_last_line(scripts, str
     PrimeIntellect-ai/prime-rl#2992); the same command must go on as if nothing had happened."""
     out = scripts.folder / "killed"
     pid = scripts.start("grpo.py", *command("killed"))
-    while not (out / "checkpoints/step_000002").exists():
-        time.sleep(0.005)
+    until(lambda: (out / "checkpoints/step_000002").exists())
     os.kill(pid, signal.SIGKILL)
     code, _, _ = scripts.wait()
     assert code == -signal.SIGKILL
@@ -302,26 +302,181 @@ def test_a_run_killed_before_its_configuration_was_written_can_be_started_again(
     assert json.loads((tmp_path / "out/config.json").read_text())["config"] == {"steps": 4}
 
 
-def test_two_ranks_sample_the_same_trajectories_as_one(scripts, straight):
+MEDDLE = """
+import os, resource, signal, sys, time
+import grpo
+where, what = sys.argv.pop(1).split(" ", 1)
+real = grpo.evaluate
+
+def hook(event, args):  # before python opens, renames or removes something
+    if event == where and what in " ".join(map(str, args)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def evaluate(*args, **more):
+    if os.path.exists(os.path.join("in_eval", "trajectories", "step_000002.jsonl")):
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(*args, **more)
+
+if where == "evaluation":
+    grpo.evaluate = evaluate
+elif where == "disk":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+elif where == "save":
+    grpo.checkpoint = lambda *_: time.sleep(300)
+else:
+    sys.addaudithook(hook)
+grpo.run_script(grpo.main, grpo.parse_args(grpo.Config, presets=grpo.PRESETS))
+"""
+
+
+@pytest.fixture(scope="session")
+def meddle(scripts) -> str:
+    """A script: grpo.py that is killed just before something is done with a file, or has another mishap."""
+    (scripts.folder / "meddle.py").write_text(MEDDLE)
+    return str(scripts.folder / "meddle.py")
+
+
+def until(found) -> None:
+    end = time.monotonic() + 120
+    while not found() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert found()
+
+
+def has_row(out: Path, step: int) -> bool:
+    file = out / "metrics.jsonl"
+    return file.exists() and f'{{"step": {step},' in file.read_text()
+
+
+MOMENTS = [
+    "open config.json.part",
+    "open trajectories/step_000001.jsonl",
+    "open step_000001.part/state",  # the first file of a checkpoint
+    "os.rename step_000001.part/model.part ",  # its weights are written, but have no name yet
+    "os.rename checkpoints/step_000001.part ",  # all is written, but has no name yet
+    "os.rename checkpoints/step_000001 ",  # the next one is whole, this one about to be removed
+    "shutil.rmtree checkpoints/step_000002.part",  # and here half removed
+    "open metrics.jsonl a",
+]
+
+
+def test_a_run_killed_at_any_moment_continues_bit_for_bit(scripts, straight, meddle):
+    """One run, killed eight times just before it opens, renames or removes a file, also in the middle of
+    saving: what it left must never be taken for a whole checkpoint (volcengine/verl#4873)."""
+    for moment in MOMENTS:
+        code, _, err = scripts(meddle, moment, *command("mishaps", save_every="1", keep="1"))
+        assert code == -signal.SIGKILL, (moment, err[-2000:])
+    scripts.succeed("grpo.py", *command("mishaps", save_every="1", keep="1"))
+    out = scripts.folder / "mishaps"
+    the_same_run(out, straight, checkpoints=["step_000004"])
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_000004"]
+
+
+def test_ctrl_c_saves_the_last_step_and_says_how_to_go_on(scripts, straight):
+    """Steps since the last checkpoint are lost otherwise, hours of them on large models. What was begun of
+    the next step is thrown away, for the same command samples it again."""
+    out = scripts.folder / "interrupted"
+    pid = scripts.start("grpo.py", *command("interrupted", save_every="99", keep="9"))
+    until(lambda: has_row(out, 1))
+    os.kill(pid, signal.SIGINT)
+    code, _, err = scripts.wait()
+    step = rows(out)[-1]["step"]
+    assert code == 130 and "Traceback" not in err
+    assert f"the same command continues after step {step}, which is saved" in err
+    assert run.latest(out)[0] == step
+    scripts.succeed("grpo.py", *command("interrupted", keep="9"))
+    the_same_run(out, straight, checkpoints=["step_000004"])
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(scripts, meddle):
+    """Who presses it twice does not want to wait for a slow disk; the last checkpoint is whole anyway."""
+    out = scripts.folder / "twice_interrupted"
+    pid = scripts.start(meddle, "save slowly", *command("twice_interrupted", save_every="99"))
+    until(lambda: has_row(out, 1))
+    os.kill(pid, signal.SIGINT)
+    time.sleep(1.5)
+    os.kill(pid, signal.SIGINT)
+    start = time.monotonic()
+    assert scripts.wait()[0] == 130 and time.monotonic() - start < 10
+
+
+def test_an_evaluation_that_was_interrupted_is_made_up_for(scripts, straight, meddle):
+    """The step is trained and saved; a row without its evaluation is not that of an undisturbed run."""
+    assert scripts(meddle, "evaluation ", *command("in_eval", save_every="99", keep="9"))[0] == 130
+    out = scripts.folder / "in_eval"
+    assert run.latest(out)[0] == rows(out)[-1]["step"] == 2 and "eval/correct" not in rows(out)[-1]
+    scripts.succeed("grpo.py", *command("in_eval", keep="9"))
+    the_same_run(out, straight)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint_whole(scripts, straight, meddle):
+    """Libraries hide the system's error in a dozen types of their own; torch does not even name it. Here the
+    limit of a file's size plays the full disk."""
+    scripts.succeed("grpo.py", *command("full", steps=2))
+    code, _, err = scripts(meddle, "disk ", *command("full"))
+    assert code == 2 and "Traceback" not in err
+    assert "meddle.py: file too large; make room, and the same command continues after the last" in err
+    assert run.latest(scripts.folder / "full")[0] == 2
+    scripts.succeed("grpo.py", *command("full"))
+    the_same_run(scripts.folder / "full", straight)
+
+
+# ---- two ranks ---------------------------------------------------------------------------------------------
+
+
+def torchrun(scripts, *options: str) -> subprocess.Popen:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=(scripts.folder / "ranks.txt").open("w"))
+    return subprocess.Popen(
+        [*launcher, str(ROOT / "grpo.py"), *options], env=ENV, cwd=scripts.folder, **pipes
+    )
+
+
+def ended(scripts, job: subprocess.Popen) -> str:
+    job.wait(300)
+    return (scripts.folder / "ranks.txt").read_text()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(scripts, cold) -> Path:
+    job = torchrun(scripts, *command("two_ranks"))
+    said = ended(scripts, job)
+    assert job.returncode == 0, said[-3000:]
+    return scripts.folder / "two_ranks"
+
+
+def test_two_ranks_sample_the_same_trajectories_as_one(straight, two_ranks):
     """Ranks that share a seed sample the same group twice (pixeli99/SVD_Xtend#75); with seeds of their own
     the run depends on their number."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    line = [*launcher, str(ROOT / "grpo.py"), *command("ranks", steps=1)]
-    done = subprocess.run(line, env=ENV, cwd=scripts.folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, two = trajectories(straight, 1), trajectories(scripts.folder / "ranks", 1)
-    for a, b in zip(one, two, strict=True):
-        assert (a["ids"], a["mask"], a["finish"], a["reward"]) == (
-            b["ids"],
-            b["mask"],
-            b["finish"],
-            b["reward"],
-        )
+    for a, b in zip(trajectories(straight, 1), trajectories(two_ranks, 1), strict=True):
+        assert all(a[key] == b[key] for key in ("ids", "mask", "finish", "reward"))
         assert a["logprobs"] == pytest.approx(b["logprobs"], abs=1e-5)
-    assert rows(scripts.folder / "ranks")[0] == pytest.approx(rows(straight)[0], abs=1e-6)
-    assert rows(scripts.folder / "ranks")[1]["policy/grad_norm"] == pytest.approx(
-        rows(straight)[1]["policy/grad_norm"], rel=1e-4
-    )
+    assert rows(two_ranks)[0] == pytest.approx(rows(straight)[0], abs=1e-6)
+    norms = [rows(out)[1]["policy/grad_norm"] for out in (two_ranks, straight)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_two_ranks_that_were_interrupted_and_killed_continue_bit_for_bit(scripts, two_ranks):
+    """Ctrl-C reaches the ranks at different places: they must save the same step. kill -9 of one rank leaves
+    the others in the middle of something."""
+    out, again = scripts.folder / "two_killed", command("two_killed", keep="9")
+    job = torchrun(scripts, *again)
+    until(lambda: has_row(out, 1))
+    job.send_signal(signal.SIGINT)
+    said = ended(scripts, job)
+    step = rows(out)[-1]["step"]
+    assert f"the same command continues after step {step}, which is saved" in said, said[-3000:]
+    assert run.latest(out)[0] == step
+    job = torchrun(scripts, *again, "--steps", "5")
+    until(lambda: has_row(out, step + 1))
+    found = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    os.kill(int(found[-1]), signal.SIGKILL)
+    ended(scripts, job)
+    assert job.returncode != 0
+    job = torchrun(scripts, *again)
+    said = ended(scripts, job)
+    assert job.returncode == 0, said[-3000:]
+    the_same_run(out, two_ranks, checkpoints=["step_000004"])
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------
@@ -336,6 +491,7 @@ REFUSED = {  # options, and the words that the sentence must have: the value, an
     "a missing set of unseen problems": (["--eval_data", "aime2026"], ["aime2026", "aime2025"]),
     "a group of one": (["--group", "1"], ["--group 1", "2"]),
     "a batch of broken groups": (["--batch", "6"], ["6", "4", "8"]),
+    "a tracker that is none": (["--tracker", "wand"], ["wand", "wandb", "tensorboard", "trackio"]),
     "prompts that do not fit": (["--max_prompt", "5"], ["--max_prompt", "5"]),
     "more optimizer steps than trajectories": (["--mini_batches", "33"], ["33", "32"]),
     "a greedy policy": (["--temperature", "0"], ["--temperature", "0"]),
@@ -372,6 +528,13 @@ def test_bad_input_is_one_sentence_that_names_the_value_and_the_way_out(scripts,
     for word in words:
         assert word in sentence[0]
     assert before.items() <= content().items()
+
+
+def test_a_complete_run_gets_its_page_if_that_is_missing(scripts, straight):
+    """Killed while the page was written, a run had none: it is complete, so no command would write it."""
+    (straight / "report.html").unlink()
+    code, _, err = scripts("grpo.py", *command("straight"))
+    assert code == 2 and "complete" in err and (straight / "report.html").is_file()
 
 
 def test_a_command_that_was_refused_can_be_corrected(scripts, straight):

@@ -3,17 +3,22 @@
 import copy
 import json
 import math
+import os
+import signal
+import time
 
 import pytest
 import torch
 from conftest import small_model
 from test_chat import MARKS, SCHEMA, assistant, tool, user, with_template
+from test_run import Scripts
 from torch import nn
 
 import chat
 import sft
 import tiny
 from policy import Policy, packed_row
+from tool_calls import parse_tool_calls
 
 CODE = {"code": "print(1)"}
 LOOP = [
@@ -111,12 +116,20 @@ def test_reasoning_in_a_field_of_its_own_must_be_in_the_render_too(tokenizer):
         sft.tokenize_conversation(tokenizer, [user("q"), message])
 
 
-def test_a_call_that_the_template_drops_is_refused(tokenizer):
-    """A template without tool calls would teach the words before a call, then the end of the turn."""
+def test_a_call_that_the_template_drops_is_written_as_text_and_trained_on(tokenizer):
+    """A template without tool calls would teach the words before a call, then the end of the turn. The text
+    is that which the policy is told to write, so what it learns can be parsed."""
     made = copy.deepcopy(tokenizer)
     made.chat_template = tiny.TEMPLATE.replace("m.tool_calls or []", "[]")
-    with pytest.raises(ValueError, match="turn 1"):
-        sft.tokenize_conversation(made, [user("q"), assistant("Go.", CODE), tool("1"), assistant("1")])
+    said = [user("q"), assistant("Go.", CODE), tool("1"), assistant("1")]
+    first, last = trained(made, said)
+    assert (
+        first
+        == 'Go.\n<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call><|im_end|>'
+    )
+    assert [call.arguments for call in parse_tool_calls(first)] == [CODE]
+    assert last == "1<|im_end|>" and trained(tokenizer, said) == [first, last]
+    assert said[1]["tool_calls"]  # the conversation itself stays as it was
 
 
 def test_a_conversation_without_an_assistant_has_an_empty_mask(tokenizer):
@@ -261,13 +274,21 @@ def test_conversations_that_are_cut_or_teach_nothing_are_counted(tokenizer, caps
     good, silent = both(user("a"), assistant("b")), both(user("a"))
     late, broken = both(user("a " * 60), assistant("b")), both(user("a"), assistant("", "{"))
     long = both(user("a"), assistant("b" * 80))
-    examples = sft.tokenize_all(tokenizer, [good, silent, late, broken, long], 40)
+    said = [good, silent, late, broken, long]
+    examples = sft.tokenize_all(tokenizer, said, 40)
     assert examples[0] == sft.tokenize_conversation(tokenizer, good["messages"])
     assert [len(ids) for ids, _ in examples] == [len(examples[0][0]), 40]
     assert examples[1][1][-1] == 1  # cut inside the answer: what is left of it is trained
-    said = capsys.readouterr().out
-    for words in ("2 conversations", "2 cut", "1 left out"):
-        assert words in said
+    told = capsys.readouterr().out
+    for words in (
+        "2 conversations; 1 cut to 40 tokens",
+        "2 left out (with nothing to train on)",
+        "1 left out (",
+    ):
+        assert words in told
+    assert sft.tokenize_all(tokenizer, said, 40, "drop") == examples[:1]
+    assert "1 conversations; 0 cut to 40 tokens" in (told := capsys.readouterr().out)
+    assert "2 left out (longer than 40 tokens)" in told
     with pytest.raises(SystemExit) as end:
         sft.tokenize_all(tokenizer, [silent], 40)
     assert end.value.code == 2
@@ -474,3 +495,64 @@ def test_an_output_folder_that_exists_is_not_written_over(tmp_path, capsys):
         assert end.value.code == 2
     said = capsys.readouterr().err
     assert "exists already" in said and "--model" in said
+
+
+# ---- a run -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    found = Scripts(tmp_path_factory.mktemp("sft"))
+    yield found
+    found.parent.stdin.close()
+    found.parent.wait(60)
+
+
+RUN = "--preset tiny --teacher 320 --save_every 8 --threads 1 --out".split()
+
+
+def test_a_run_that_is_killed_goes_on_and_gives_the_same_bits(scripts):
+    """kill -9 in the middle: weights and losses are those of the run that was left alone. An optimizer state
+    or an order of the data that starts anew shows in the first step."""
+    told = scripts.succeed("sft.py", *RUN, "straight")
+    assert "trained on" in told and told.count("<|im_start|>assistant") >= 1  # a sample is shown
+    assert not (scripts.folder / "straight.training").exists()
+    running = scripts.start("sft.py", *RUN, "killed")
+    saved = scripts.folder / "killed.training" / "checkpoints" / "step_000016"
+    until = time.monotonic() + 120
+    while not saved.exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    os.kill(running, signal.SIGKILL)
+    assert scripts.wait()[0] == -signal.SIGKILL
+    assert saved.exists() and not (scripts.folder / "killed").exists()
+    assert "continued after step" in scripts.succeed("sft.py", *RUN, "killed")
+    straight, killed = ((scripts.folder / name) for name in ("straight", "killed"))
+    assert (killed / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+    rows = [[json.loads(line) for line in (f / "metrics.jsonl").open()] for f in (straight, killed)]
+    assert [row["step"] for row in rows[1]] == list(range(1, 41))
+    for a, b in zip(*rows):
+        assert all(a[key] == b[key] for key in ("step", "loss", "lr", "grad_norm", "tokens"))
+    code, _, err = scripts("sft.py", *RUN, "killed")
+    assert code == 2 and "exists already" in err
+
+
+def test_other_data_in_the_same_folder_is_another_run(scripts):
+    """A file that grew while the run was stopped would shuffle into an order in which some conversations come
+    twice and others never."""
+    file = scripts.folder / "said.jsonl"
+    said = [{"messages": [user(f"What is {i}?"), assistant(f"It is {i}.")]} for i in range(10, 90)]
+    scripts.succeed("sft.py", *"--preset tiny --teacher 40 --out small".split())
+    options = (
+        "--model small --data said.jsonl --batch 2 --lr 1e-4 --save_every 1 --threads 1 --out other".split()
+    )
+    file.write_text("".join(json.dumps(row) + "\n" for row in said))
+    running = scripts.start("sft.py", *options)
+    saved = scripts.folder / "other.training" / "checkpoints" / "step_000002"
+    until = time.monotonic() + 120
+    while not saved.exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    os.kill(running, signal.SIGKILL)
+    scripts.wait()
+    file.write_text("".join(json.dumps(row) + "\n" for row in said[1:]))
+    code, _, err = scripts("sft.py", *options)
+    assert code == 2 and "other settings (sha256_examples" in err

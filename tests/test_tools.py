@@ -1,8 +1,11 @@
 """The tool-call format and the Python tool: what comes back from each program, what stays out of reach."""
 
+import glob
 import importlib.util
 import json
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +17,9 @@ import pytest
 
 import sandbox
 from bench import torture
-from tools import MAX_CALLS, PythonTool, parse_tool_calls
+from notes import SearchNotes
+from tool_calls import MAX_CALLS, ToolCall, start_call
+from tools import PythonTool, parse_tool_calls
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the isolation needs Linux")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -164,6 +169,51 @@ def test_parser_takes_hostile_text_in_linear_time(text):
     calls = parse_tool_calls(text)
     assert time.perf_counter() - start < 2
     assert len(calls) <= MAX_CALLS + 1 and all(call.error for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ({"query": "a", "folder": "/etc"}, "search_notes takes query, not folder"),
+        ({}, "search_notes needs query"),
+        ({"query": 5}, "query must be a string, got int"),
+        ({"query": None}, "query must be a string, got NoneType"),
+    ],
+)
+def test_arguments_that_the_schema_does_not_allow_are_refused_with_a_sentence(tmp_path, arguments, wrong):
+    """An option of the tool's function that its schema does not name is not for the policy to set."""
+    (tmp_path / "a.txt").write_text("a note")
+    notes = {"search_notes": SearchNotes(tmp_path)}
+    result = start_call(ToolCall("search_notes", arguments), notes).result(5)
+    assert (result.output, result.status) == (f"Error: {wrong}", "error")
+
+
+def test_a_plain_function_that_hangs_times_out_and_others_go_on():
+    """Its thread cannot be ended, but the episode that waits for it must be."""
+    block = threading.Event()
+    tools = {"hang": lambda: block.wait(20), "add": lambda a, b: a + b, "exit": sys.exit}
+    start = time.perf_counter()
+    hung = [start_call(ToolCall("hang"), tools, timeout_s=0.5) for _ in range(50)]
+    assert start_call(ToolCall("add", {"a": 1, "b": 2}), tools).result(5).output == "3"
+    assert {future.result(5).status for future in hung} == {"timeout"} and time.perf_counter() - start < 3
+    assert hung[0].result().output == "[timed out after 0.5 s]"
+    assert start_call(ToolCall("exit"), tools).result(5).output == "SystemExit: "
+    block.set()
+
+
+def test_notes_are_ranked_by_how_rare_the_words_are(tmp_path):
+    """Two paragraphs hold "the", more than once, and one holds "prime": a count would rank them first."""
+    (tmp_path / "math.md").write_text("the the the sum\n\nA prime has two divisors")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "n.txt").write_text("the sum of the digits")
+    (tmp_path / "other.bin").write_bytes(b"prime")
+    search = SearchNotes(tmp_path, most=2)
+    assert search("the PRIME?").splitlines()[0] == "math.md: A prime has two divisors"
+    assert search("digits") == "more/n.txt: the sum of the digits"
+    assert search("nothing") == search("") == "no note matches"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no text"):
+        SearchNotes(tmp_path / "empty")
 
 
 # ---------------------------------------------------------------------------------------------- what is shown
@@ -471,6 +521,15 @@ def test_only_the_standard_descriptors_are_open(tool, tmp_path):
 
 
 @linux
+def test_a_call_has_a_session_of_its_own_and_limits_of_size(tool):
+    """A signal to the group, as a terminal sends it for Ctrl-C, must not go from one to the other."""
+    assert tool.run("import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())").output == "True"
+    limit = "import resource as r; print(r.getrlimit(r.RLIMIT_{})[0])"
+    found = {name: tool.run(limit.format(name)).output for name in ("AS", "FSIZE", "CORE", "NOFILE", "CPU")}
+    assert found == {"AS": str(1 << 30), "FSIZE": str(1 << 28), "CORE": "0", "NOFILE": "256", "CPU": "61"}
+
+
+@linux
 def test_calls_see_nothing_of_the_host_or_of_each_other(tool):
     slow = tool.submit("open('mine', 'w'); import time; time.sleep(1)")
     code = "import os; print(sum(map(str.isdigit, os.listdir('/proc'))), os.getuid(), os.listdir('/dev/shm'))"
@@ -493,11 +552,31 @@ def test_endless_output_does_not_grow_the_host(tool):
     assert len(result.output) < tool.max_chars + 100 and result.output.startswith("0123456789\n")
 
 
+BOTH_WAYS = (  # programs that are tried again without namespaces, and inside bubblewrap
+    "endless loop", "grandchild in its own session, call ends", "kills its parent",
+    "kills everything (kill -1)", "grandchild in its own session, call times out",
+    "reads the parent's environment", "writes outside", "reads every environment in /proc", "internet",
+    "folders two thousand deep", "locks its own folder", "memory bomb, one block", "endless output",
+    "ignores every signal", "stops itself (SIGSTOP)", "reads its own environment",
+    "socket of a local service",
+)  # fmt: skip
+
+
 def host(code: str, **env: str) -> subprocess.Popen:
     """A Python process that uses the tool, and whose descendants carry the mark of these tests."""
     env = os.environ | {"PYTHONPATH": f"{torture.RUN}:{ROOT}"} | env
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, **streams)
+
+
+def states_below(pid: int) -> list[str]:
+    """The state letters of the process and of all below it."""
+    with open(f"/proc/{pid}/stat") as file:
+        found = [file.read().rsplit(")", 1)[1].split()[0]]
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with open(path) as file:
+            found += [state for child in file.read().split() for state in states_below(int(child))]
+    return found
 
 
 def many_calls(count: int) -> None:
@@ -510,8 +589,10 @@ def many_calls(count: int) -> None:
         codes = [bad[i // 3 % 4] if i % 3 == 0 else "print('x' * 100)" for i in range(count)]
         futures = [tool.submit(code, timeout_s=0.1) for code in codes]
         statuses = [future.result().status for future in futures]
+        zombies = sum(state == "Z" for state in states_below(os.getpid()))
     last = resources()
-    print(json.dumps({"ok": statuses.count("ok"), "fds": last[0] - first[0], "mb": last[1] - first[1]}))
+    grown = {"fds": last[0] - first[0], "mb": last[1] - first[1]}
+    print(json.dumps({"ok": statuses.count("ok"), "zombies": zombies, **grown}))
 
 
 @linux
@@ -521,18 +602,18 @@ def test_many_calls_leave_no_process_descriptor_file_or_memory(tmp_path):
     code = "from tests.test_tools import many_calls; many_calls(200)"
     stdout, _ = host(code, TMPDIR=str(tmp_path)).communicate(timeout=100)
     found = json.loads(stdout.splitlines()[-1])
-    assert found["ok"] >= 133 and found["fds"] <= 0 and found["mb"] < 20
+    assert found["ok"] >= 133 and found["fds"] <= 0 and found["mb"] < 20 and found["zombies"] == 0
     assert torture.left_behind(before) == "" and os.listdir(tmp_path) == []
 
 
 @linux
 @pytest.mark.parametrize("ending", ["kill", "exit", "fork"])
-def test_a_host_that_dies_or_just_ends_leaves_nothing(ending, tmp_path):
+def test_a_host_that_dies_or_just_ends_leaves_nothing(ending, tmp_path, more="", first=""):
     """A killed trainer left tools that went on computing. A fork of the host may hold its sockets open."""
     code = """
 import os, time
 from tools import PythonTool
-tool = PythonTool(workers=2)
+tool = PythonTool(workers=2, MORE)
 tool.submit("while True: pass")
 tool.submit("import numpy, time; time.sleep(60)")
 time.sleep(0.5)
@@ -543,7 +624,8 @@ if ENDING != "exit":
     time.sleep(20)
 """
     before = set(torture.processes())
-    process = host(f"ENDING = {ending!r}" + code, TMPDIR=str(tmp_path))
+    code = first + code.replace("MORE", more)
+    process = host(f"ENDING = {ending!r}\n" + code, TMPDIR=str(tmp_path))
     fork = int(process.stdout.readline())
     if ending != "exit":
         process.kill()
@@ -557,8 +639,12 @@ if ENDING != "exit":
 
 
 @linux
-def test_a_server_that_dies_is_started_again(tool):
-    """Out of memory, the kernel ends it first."""
+def test_a_server_that_dies_is_started_again_and_leaves_nothing(tmp_path, monkeypatch):
+    """Out of memory, the kernel ends it first; then it cannot remove its folder."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with PythonTool(workers=1) as tool:
+        tool._servers[""].process.kill()
+    assert list(tmp_path.iterdir()) == []
     with PythonTool(workers=2) as tool:
         server = tool._servers[""].process
         server.kill()
@@ -567,6 +653,95 @@ def test_a_server_that_dies_is_started_again(tool):
             tool.submit("import time; time.sleep(0.2)") for _ in range(2)
         ]  # two workers, one of them new
         assert [future.result().status for future in futures] == ["ok", "ok"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@linux
+def test_a_host_with_many_open_descriptors_can_start_the_tool_and_shows_none():
+    """Numbers above 1023 do not fit into select, and closing the first 256 leaves the rest to the program."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1200)]
+    try:
+        with PythonTool(workers=1) as tool:
+            code = "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))"
+            assert tool.run(code).output == "[0, 1, 2, 3]"
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@linux
+def test_a_cleaner_of_the_temporary_folder_costs_one_call_at_most(tmp_path, monkeypatch):
+    """Systems remove what has lain in /tmp for ten days; every call of a longer run was lost after that."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with PythonTool(workers=1) as tool:
+        (folder,) = tmp_path.iterdir()
+        folder.rmdir()
+        tool.run("1")
+        assert [tool.run("open('f', 'w').close(); 1").output for _ in range(3)] == ["1"] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_noticed_even_if_the_clock_stands_still(tool):
+    """Before Linux 6.13 a folder's time of change ticks every 4 ms: two calls may see the same one."""
+    before = sandbox.CHANGES(os.stat("/dev/shm"))
+    path = f"/dev/shm/{os.path.basename(torture.RUN)}"
+    open(path, "w").close()
+    try:
+        assert sandbox.CHANGES(os.stat("/dev/shm"))[:2] != before[:2]  # without the time
+    finally:
+        os.unlink(path)
+
+
+bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap (bwrap) is not installed")
+
+
+@linux
+@bubblewrap
+def test_bubblewrap_hides_the_users_files_and_weakens_nothing(capfd, tmp_path, monkeypatch):
+    """It must come on top: inside it the tool still has its own namespaces, and leaves nothing behind."""
+    monkeypatch.setenv("PYTHONPATH", torture.RUN)
+    for name, value in torture.HOST.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "secret").write_text("x")
+    before = set(torture.processes())
+    with PythonTool(workers=1, memory_mb=1024, sandbox="bwrap") as tool:
+        assert capfd.readouterr().err == ""  # nothing is missing
+        for path in (tmp_path / "secret", __file__, "/etc/passwd", os.path.expanduser("~/.bashrc")):
+            assert "FileNotFoundError" in tool.run(f"open({str(path)!r})").output
+        assert tool.run("import sympy, numpy; sympy.Integer(6) * 7").output == "42"
+        assert tool.run("import os; print(sum(map(str.isdigit, os.listdir('/proc'))))").output == "2"
+        for name in BOTH_WAYS:
+            code, limit_s, _, _ = torture.PROGRAMS[name]
+            result = tool.run(code, timeout_s=limit_s)
+            assert torture.verdict(name, result.status, result.output, result.seconds) == "", name
+            assert tool.run("import os; print(os.listdir())").output == "[]", name
+    assert torture.left_behind(before) == ""
+
+
+def test_a_sandbox_that_is_not_there_is_refused_with_the_way_out(monkeypatch):
+    """Falling back to less isolation in silence would break a promise."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match="bwrap needs bubblewrap: apt install bubblewrap, or"):
+        PythonTool(sandbox="bwrap")
+    with pytest.raises(ValueError, match="sandbox is 'docker'; take namespaces or bwrap"):
+        PythonTool(sandbox="docker")
+
+
+@linux
+@pytest.mark.parametrize("ending", ["kill", "fork"])
+def test_without_namespaces_too_a_host_that_dies_leaves_nothing(ending, tmp_path):
+    no_namespaces = "import sandbox\nassert sandbox.refuse_system_calls()"
+    test_a_host_that_dies_or_just_ends_leaves_nothing(ending, tmp_path, first=no_namespaces)
+
+
+@linux
+@bubblewrap
+@pytest.mark.parametrize("ending", ["kill", "fork"])
+def test_in_bubblewrap_too_a_host_that_dies_leaves_nothing(ending, tmp_path):
+    test_a_host_that_dies_or_just_ends_leaves_nothing(ending, tmp_path, 'sandbox="bwrap"')
 
 
 @linux
@@ -580,12 +755,8 @@ from tools import PythonTool
 tool = PythonTool(workers=1, memory_mb=1024)
 bomb = tool.run(torture.PROGRAMS["fork bomb that catches"][0], timeout_s=20)
 assert bomb.status == "killed" and bomb.seconds < 10, bomb
-for name in (
-    "endless loop", "grandchild in its own session, call ends", "kills its parent",
-    "kills everything (kill -1)", "grandchild in its own session, call times out",
-    "reads the parent's environment", "writes outside", "reads every environment in /proc", "internet",
-    "folders two thousand deep", "locks its own folder",
-):
+from tests.test_tools import BOTH_WAYS
+for name in BOTH_WAYS:
     before = set(torture.processes())
     code, limit_s, _, _ = torture.PROGRAMS[name]
     result = tool.run(code, timeout_s=limit_s)

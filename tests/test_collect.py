@@ -1,0 +1,291 @@
+"""Rollouts sorted by difficulty, trajectories worth imitating, solutions with calls stitched into them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_chat import with_template
+
+import chat
+import collect
+import run as folders
+import sft
+from data import Problem, load_conversations, load_problems, load_rows
+from tools import PythonTool
+
+ROOT = Path(collect.__file__).parent
+PROBLEM = Problem([{"role": "user", "content": "How much is 6*7?"}], "42", "math", "set", "set-01")
+
+
+def rows_of(n: int) -> list:
+    return [
+        ({"problem": f"q{i}", "answer": str(i)}, Problem([], str(i), "math", "set", f"id{i}"))
+        for i in range(n)
+    ]
+
+
+def config(**more) -> collect.Config:
+    return collect.Config(**{"data": "d", "out": "o", **more})
+
+
+# ---- difficulty --------------------------------------------------------------------------------------------
+
+
+def test_problems_that_all_or_no_episodes_solve_are_dropped_and_the_rest_sorted(tmp_path, capsys):
+    """Of 8 episodes 0, 1, 2, 3, 5, 6, 7, 8 right: rates 0 and 1 teach nothing (groups of advantage 0), 1/8
+    and 2/8 = 0.25 are hard, 3/8 and 5/8 medium, 6/8 = 0.75 and 7/8 easy (arXiv 2510.11701)."""
+    rolled = [{"correct": [True] * n + [False] * (8 - n)} for n in (0, 1, 2, 3, 5, 6, 7, 8)]
+    collect.filter_problems(config(), rows_of(8), rolled, tmp_path)
+    found = {}
+    for name in ("easy", "medium", "hard"):
+        lines = (tmp_path / "problems" / f"{name}.jsonl").read_text().splitlines()
+        found[name] = [(row["problem"], row["pass_rate"]) for row in map(json.loads, lines)]
+        assert all(json.loads(line)["difficulty"] == name for line in lines)
+    assert found == {
+        "easy": [("q5", 0.75), ("q6", 0.875)],
+        "medium": [("q3", 0.375), ("q4", 0.625)],
+        "hard": [("q1", 0.125), ("q2", 0.25)],
+    }
+    table = json.loads((tmp_path / "histogram.json").read_text())
+    assert table["right episodes"] == {f"{n}/8": int(n != 4) for n in range(9)}
+    assert (table["problems"], table["easy"], table["medium"], table["hard"]) == (8, 2, 2, 2)
+    assert "2 easy, 2 medium, 2 hard" in capsys.readouterr().out
+
+
+def test_filtered_problems_are_read_back_as_they_were(tmp_path):
+    """A set whose prompts, kinds, golds or families change on the way through the filter trains on something
+    else than what was measured."""
+    rows = [
+        {"data_source": "math_dapo", "prompt": [{"role": "user", "content": "What is 6*7?"}],
+         "reward_model": {"ground_truth": "42", "style": "rule"}, "extra_info": {"index": "a"}},
+        {"Question": "Which?", "Correct Answer": "x", "Incorrect Answer 1": "y", "Incorrect Answer 2": "z",
+         "Incorrect Answer 3": "w", "High-level domain": "Physics", "Record ID": "r7"},
+        {"problem": "Double it.", "inputs": ["1"], "outputs": ["2"]},
+        {"question": "How many?", "answer": "5 + 2 = <<5+2=7>>7\n#### 7"},
+    ]  # fmt: skip
+    source = tmp_path / "set.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = load_rows(str(source))
+    collect.filter_problems(config(), before, [{"correct": [True, False]}] * 4, tmp_path)
+    assert load_problems(str(tmp_path / "problems")) == [problem for _, problem in before]
+
+
+# ---- trajectories ------------------------------------------------------------------------------------------
+
+
+def episode(tokenizer, turns: list[str], outputs: list[str], **more) -> dict:
+    """What the agent loop would have stored: turns of the policy, tool results between them."""
+    ids = chat.encode_prompt(tokenizer, PROBLEM.messages)
+    prompt, mask = len(ids), [0] * len(ids)
+    for i, text in enumerate(turns):
+        said = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+        shown = chat.ToolTurn(tokenizer).encode([outputs[i]]) if i < len(outputs) else []
+        ids, mask = ids + said + shown, mask + [1] * len(said) + [0] * len(shown)
+    results = [{"output": text, "status": "error" if "Error" in text else "ok"} for text in outputs]
+    found = {"ids": ids, "mask": mask, "prompt_len": prompt, "tool_results": results}
+    return {**found, "correct": True, "finish": "stop", **more}
+
+
+def call(code: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': code}})}\n</tool_call>"
+
+
+TURNS = [
+    "Use Python.\n" + call("print(6*7"),
+    "I fix it.\n" + call("print(6*7)"),
+    "The answer is \\boxed{42}.",
+]
+OUTPUTS = ["SyntaxError", "42"]
+
+
+def test_a_collected_trajectory_is_trained_on_as_it_was_sampled(tokenizer):
+    """Ids that differ from those sampled, or tool tokens in the mask, would teach turns that the policy never
+    had; an error that was repaired belongs to them."""
+    sampled = episode(tokenizer, TURNS, OUTPUTS)
+    found = collect.conversation(sampled, PROBLEM, tokenizer)
+    ids, mask = sft.tokenize_conversation(tokenizer, found["messages"])
+    assert (
+        ids[: len(sampled["ids"])] == sampled["ids"] and tokenizer.decode(ids[len(sampled["ids"]) :]) == "\n"
+    )
+    assert mask[: len(sampled["mask"])] == sampled["mask"]
+    assert [m["role"] for m in found["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert found["messages"][1]["content"] == "Use Python."
+
+
+def test_thinking_that_the_prompt_opened_is_closed_and_opened_in_the_message(tokenizer):
+    """Templates of thinking models end the prompt with <think>; without it the stored turn would begin with a
+    closing tag only, and a draft of a call inside the thought is no call."""
+    tokenizer = with_template(tokenizer, "opened")
+    draft = f"I try {call('print(1)')}\n</think>\n\nNow.\n{call('print(6*7)')}"
+    found = collect.conversation(episode(tokenizer, [draft, "x\n</think>\n\n42"], ["42"]), PROBLEM, tokenizer)
+    first = found["messages"][1]
+    assert first["content"] == f"<think>\nI try {call('print(1)')}\n</think>\n\nNow."
+    assert [c["function"]["arguments"]["code"] for c in first["tool_calls"]] == ["print(6*7)"]
+
+
+@pytest.mark.parametrize(
+    "turns, outputs, more",
+    [
+        (TURNS, OUTPUTS, {"correct": False}),
+        (TURNS, OUTPUTS, {"finish": "length"}),
+        (["The answer is \\boxed{42}."], [], {}),
+        ([TURNS[0], TURNS[2]], ["SyntaxError"], {}),
+        (["<tool_call>\n{\"name\": \"python\"\n</tool_call>", *TURNS[1:]], OUTPUTS, {}),
+        ([TURNS[0] + " and so on", *TURNS[1:]], OUTPUTS, {}),
+    ],
+    ids=["wrong", "cut off", "no call", "no call that ran", "malformed call", "text behind the call"],
+)  # fmt: skip
+def test_what_should_not_be_imitated_is_not_collected(tokenizer, turns, outputs, more):
+    """Imitated, a malformed call or a lucky guess would come back in the policy."""
+    assert collect.conversation(episode(tokenizer, turns, outputs, **more), PROBLEM, tokenizer) is None
+
+
+def test_of_a_problem_at_most_k_trajectories_are_kept_and_no_two_with_the_same_programs(tmp_path, capsys):
+    """Easy problems, solved eight times by one program, would outweigh the others."""
+    said = [
+        {"messages": [{"role": "user", "content": c}], "programs": p} for c, p in ("aX", "bX", "cY", "dZ")
+    ]
+    rolled = [{"correct": [True] * 4, "calls": 5, "ran": 4, "conversations": said}]
+    for keep, kept in ((1, "a"), (2, "ac"), (9, "acd")):
+        collect.collect(config(keep=keep, samples=4), rows_of(1), rolled, tmp_path)
+        found = load_conversations(str(tmp_path / "conversations.jsonl"))
+        assert [c["messages"][0]["content"] for c in found] == list(kept)
+        assert found[0]["tools"] == [PythonTool.schema]
+    assert "4 episodes, 5 calls, 4 ran; 4 right" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory) -> Path:
+    """A short cold start of the built-in model: it calls the tool, and is right now and then."""
+    out = tmp_path_factory.mktemp("cold") / "model"
+    return sft.run(sft.Config(**{**sft.PRESETS["tiny"], "teacher": 600, "out": str(out)}))
+
+
+def test_rollouts_continue_after_a_kill_with_the_same_episodes_and_serve_both_commands(
+    cold, tmp_path, capsys
+):
+    """A filter over 30,000 problems takes days: what a kill leaves, half a line and half a chunk included, is
+    kept, and the rest comes out as it would have. The second command samples nothing again."""
+    options = (
+        f"--model {cold} --data tiny --limit 10 --samples 4 --chunk 4 --max_new_tokens 100 --max_turns 3"
+    )
+
+    def run(what: str, out: str) -> dict[str, str]:
+        try:
+            collect.main([what, *options.split(), "--threads", "1", "--out", str(tmp_path / out)])
+        finally:
+            sft.init_process_group()  # main ends the one of the tests
+            while folders._locks:  # as the end of a process would
+                folders._locks.pop().close()
+        files = [
+            "rollouts.jsonl",
+            "histogram.json",
+            "conversations.jsonl",
+            *(f"problems/{d}.jsonl" for d in ("easy", "hard")),
+        ]
+        return {f: (tmp_path / out / f).read_text() for f in files if (tmp_path / out / f).exists()}
+
+    straight = run("filter", "a")
+    assert len(straight["rollouts.jsonl"].splitlines()) == 10
+    rolled = tmp_path / "a" / "rollouts.jsonl"
+    lines = rolled.read_text().splitlines(keepends=True)
+    rolled.write_text("".join(lines[:6]) + lines[6][:25])  # the first chunk, half of the second
+    assert run("filter", "a") == {**straight, "rollouts.jsonl": "".join([*lines[:6], *lines[4:]])}
+    capsys.readouterr()
+    found = run("collect", "a")
+    assert "chunks of problems" not in capsys.readouterr().out
+    for c in (
+        load_conversations(str(tmp_path / "a" / "conversations.jsonl"))
+        if found["conversations.jsonl"]
+        else []
+    ):
+        assert c["tools"] is None and c["messages"][-1]["role"] == "assistant"
+    with pytest.raises(SystemExit):
+        options = options.replace("--samples 4", "--samples 5")
+        run("filter", "a")
+    assert "other settings (samples 4, now 5)" in capsys.readouterr().err
+
+
+# ---- stitched ----------------------------------------------------------------------------------------------
+
+
+def stitched(answers: list[str]):
+    rows = [
+        ({"answer": a}, Problem([{"role": "user", "content": "q"}], "72", "math", "s", "i")) for a in answers
+    ]
+    with PythonTool(workers=2) as tool:
+        return collect.stitch(rows, tool)
+
+
+def test_each_calculation_of_a_solution_becomes_a_call_that_is_really_run():
+    """The tool's text must be what Python prints, 24.0 and not the annotation's 24: a policy trained on
+    invented outputs meets others when it samples."""
+    worked = (
+        "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = $<<48+24=72>>72 in all.\n#### 72"
+    )
+    (found,), left_out = stitched([worked])
+    said = [(m["role"], m["content"]) for m in found["messages"]]
+    assert said == [
+        ("user", "q"), ("assistant", "Natalia sold 48/2"), ("tool", "24.0"),
+        ("assistant", "24 clips in May.\nShe sold 48+24"), ("tool", "72"),
+        ("assistant", "72 in all.\nThe answer is \\boxed{72}."),
+    ]  # fmt: skip
+    codes = [c["function"]["arguments"]["code"] for m in found["messages"] for c in m.get("tool_calls", [])]
+    assert codes == ["print(48/2)", "print(48+24)"] and not left_out
+
+
+def test_solutions_that_python_does_not_confirm_are_left_out_and_counted():
+    answers = [
+        "He has 5.\n#### 5",  # no calculation
+        "<<5*3=14>>14\n#### 14",  # wrong
+        "<<5(3)=15>>15\n#### 15",  # 5 is not a function
+        "<<50%*30=15>>15\n#### 15",  # no Python
+        "<<1/3=.33>>.33\n#### .33",  # rounded: right
+    ]
+    found, left_out = stitched(answers)
+    assert len(found) == 1 and found[0]["messages"][2]["content"].startswith("0.333")
+    assert left_out == {"no calculation": 1, "Python finds another value": 2, "not plain arithmetic": 1}
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("", "say first what to make: filter, collect or stitch"),
+        ("--data d", "say first what to make"),
+        ("filter --data tiny --out o", "--model says who rolls out"),
+        ("--filter --data tiny --out o --model m --samples 0", "--samples 0: take more than 0"),
+        ("filter --data tiny --out o --model m --hard 0.8", "--hard 0.8 --easy 0.75"),
+        ("collect --data nowhere --out o --model m", "no file or folder 'nowhere'"),
+        ("collect --out o --model m", "--data is required"),
+    ],
+)
+def test_a_bad_command_ends_with_one_sentence(line, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        collect.main(line.split())
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and words in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_py_is_the_door_to_it(tmp_path):
+    """data.py --stitch, --filter, --collect: as a command data.py reaches up, as a module it does not."""
+    row = {"question": "How many?", "answer": "5 + 2 = <<5+2=7>>7\n#### 7"}
+    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
+    command = [sys.executable, str(ROOT / "data.py"), "--stitch", "--data", "set.jsonl", "--out", "made"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and "1 conversations in made/conversations.jsonl" in ran.stdout, ran.stderr
+    (found,) = load_conversations(str(tmp_path / "made"))
+    assert found["messages"][2] == {"role": "tool", "content": "7"}
