@@ -73,8 +73,8 @@ def sample(agents: Agents, problems: list, data: list, config: Config, seed: int
     """A group of episodes of each problem, and their metrics.
 
     Groups whose rewards are all equal teach nothing: config.resample times they are replaced by those of
-    other problems (DAPO 2503.14476 eq. 11, with a bound: on problems that are all too easy
-    or too hard it would never end). The metrics are those of the problems asked for, not of the ones chosen.
+    other problems (DAPO 2503.14476 eq. 11, with a bound: on problems that are all too easy or too hard it
+    would never end). The metrics are those of the problems asked for, not of the ones chosen.
     """
     episodes = agents.sample(problems, config.group, seed)
     found, seconds, replaced = measure(episodes), Counter(agents.seconds), 0

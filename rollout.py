@@ -12,9 +12,8 @@ or a tool's result), and samples one token for each row that is fed up to its en
 
 Random numbers belong to (seed, prompt, sample, position), so a trajectory does not depend on its neighbours.
 
-Left out: CUDA graphs,
-speculative decoding, beam search, penalties, prefix sharing between different prompts. To copy into another
-project take this file and attention.py, for agents also chat.py and tool_calls.py.
+Left out: CUDA graphs, speculative decoding, beam search, penalties, prefix sharing between different prompts.
+To copy into another project take this file and attention.py, for agents also chat.py and tool_calls.py.
 """
 
 import concurrent.futures

@@ -83,6 +83,13 @@ class Scripts:
         code = int(self.parent.stdout.readline())
         return code, *((self.folder / f"{name}.txt").read_text(errors="replace") for name in ("out", "err"))
 
+    def __enter__(self) -> "Scripts":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.parent.stdin.close()
+        self.parent.wait(60)
+
     def __call__(self, script: str, *options: str) -> tuple[int, str, str]:
         self.start(script, *options)
         return self.wait()
@@ -95,10 +102,8 @@ class Scripts:
 
 @pytest.fixture(scope="session")
 def scripts(tmp_path_factory):
-    found = Scripts(tmp_path_factory.mktemp("run"))
-    yield found
-    found.parent.stdin.close()
-    found.parent.wait(60)
+    with Scripts(tmp_path_factory.mktemp("run")) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -502,10 +502,8 @@ def test_an_output_folder_that_exists_is_not_written_over(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    found = Scripts(tmp_path_factory.mktemp("sft"))
-    yield found
-    found.parent.stdin.close()
-    found.parent.wait(60)
+    with Scripts(tmp_path_factory.mktemp("sft")) as found:
+        yield found
 
 
 RUN = "--preset tiny --teacher 320 --save_every 8 --threads 1 --out".split()
