@@ -22,6 +22,21 @@ PROGRAMS = {"print(1)": 300, "import numpy, sympy; print(1)": 100}
 # count of errors would depend on the load.
 FORK_BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 
+# The least that a process for each call costs: fork, compile, run, exit; no limits, no isolation, no output
+# read, in a Python that has little memory to share.
+FLOOR = """
+import ast, gc, os, time
+def call():
+    if not (pid := os.fork()):
+        exec(compile(ast.parse("print(1)"), "", "exec"), {})
+        os._exit(0)
+    os.waitpid(pid, 0)
+[call() for _ in range(50)], gc.collect(), gc.freeze()
+start = time.perf_counter()
+[call() for _ in range(500)]
+print((time.perf_counter() - start) * 2)
+"""
+
 
 def cpu_s(pids: list[int]) -> float:
     """CPU seconds of these processes and of their children that have ended."""
@@ -102,6 +117,9 @@ def main() -> None:
         print(
             f"| | **ratio** | | | **{rates[1][0] / rates[0][0]:.1f}** | **{rates[1][1] / rates[0][1]:.1f}** |"
         )
+
+    floor = subprocess.run([sys.executable, "-c", FLOOR], capture_output=True, check=True, text=True).stdout
+    print(f"a bare fork that compiles, runs and exits: {float(floor.split()[-1]):.2f} ms")
 
     for code, count in PROGRAMS.items():
         mine, theirs = time.process_time(), cpu_s(below(os.getpid())[1:])
