@@ -3,6 +3,7 @@
     step 12/32  3:05 left  ███████░░░░░░░░░░░░░  8200 tokens/s
       right, held out   0.863  ▂▄▆▇
       ...
+      seconds: train 1.9, reward 0.0, rollout 1.0 (prefill 0.2, decode 0.6, ...)
       step 13, 0:07: 143 episodes sampled, 113 in work, 12034 tokens
 
 The view is drawn below what was printed, and the cursor goes back to its first, empty line; whatever is
@@ -10,6 +11,7 @@ printed next erases the view before. So nothing that was printed is lost, a chan
 nothing, and the cursor is never hidden. Left out: colours in the view, scrolling, keys.
 """
 
+import math
 import os
 import sys
 import threading
@@ -71,6 +73,17 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def split(row: dict) -> str:
+    """Where the seconds of a step went, and those of its rollout."""
+
+    def some(names: str) -> str:
+        return ", ".join(f"{k} {row[f'time/{k}']:.1f}" for k in names.split() if f"time/{k}" in row)
+
+    parts = some("prefill decode sampling tool_wait idle_slots").replace("_", " ")
+    whole = some("train reward rollout")
+    return f"  seconds: {whole}" + f" ({parts})" * bool(parts) if whole else ""
+
+
 def view(rows: list[dict], steps: int | None, columns: int) -> list[str]:
     """Step, time left and speed, then the five numbers that matter, each with its course in small bars."""
     step, last = (rows[-1]["step"], rows[-1]) if rows else (0, {})
@@ -87,7 +100,7 @@ def view(rows: list[dict], steps: int | None, columns: int) -> list[str]:
         top = max([*values, 1e-9 if key == "policy/entropy" else 1.0])
         bars = "".join("▁▂▃▄▅▆▇█"[max(0, min(7, int(8 * v / top)))] for v in values)
         lines.append(f"  {label:16}" + (f"{values[-1]:7.3f}  {bars}" if values else "      –"))
-    return lines
+    return lines + [split(last)] * bool(split(last))
 
 
 def watch(log, steps: int, sampler) -> Callable:
@@ -152,3 +165,25 @@ def live(items: Iterable, lines: Callable, every: float = 0.5) -> Iterator:
         if whole[0]:
             sys.stdout.write(ERASE)
             sys.stdout.flush()
+
+
+def follow(read: Callable[[], dict]) -> None:
+    """Show a run (metrics.read_run) while it is written, until it ends: a line a step, and the live view."""
+
+    def reads():
+        ended = False
+        while not ended:
+            run = read()
+            steps = run["config"].get("steps")
+            steps = steps if isinstance(steps, (int, float)) and math.isfinite(steps) else None
+            yield run["rows"], steps
+            ended = run["rows"] and steps and run["rows"][-1]["step"] >= steps
+            time.sleep(0 if ended else 1)
+
+    printed = -1
+    for seen in live(reads(), lambda item, _, columns: view(*item, columns)):
+        for row in [r for r in seen[0] if r["step"] > printed]:
+            printed, numbers = row["step"], [f"{t} {row[k]:.3f}" for k, t in FOLLOWED.items() if k in row]
+            print(f"step {printed}", *numbers, sep="  ", flush=True)
+    if obeys():
+        print(*view(*seen, 80), sep="\n")

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import metrics
 import report
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -159,7 +160,7 @@ def make_run(folder: Path, seed: int = 0, steps: int = 30) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("runs") / "tiny")
-    report.write_page([report.read_run(folder)])
+    report.write_page([metrics.read_run(folder)])
     return folder
 
 
@@ -262,14 +263,14 @@ def test_page_has_every_step_and_a_choice_of_trajectories(run):
         rewards = [r["reward"] for r in group["rows"]]
         assert rewards == sorted(rewards, reverse=True)
     titles = [p["title"] for p in data["panels"]]
-    assert titles == [p[0] for p in report.PANELS]
+    assert titles == [p[0] for p in metrics.PANELS]
     assert data["clip"] == [0.2, 0.28]
 
 
 def test_every_panel_has_a_sentence_and_every_required_key_a_panel():
     """A curve nobody can define is worse than none: each panel has its sentence, each key a panel."""
-    keys = [k for p in report.PANELS for k in p[2].split()]
-    assert all(p[3].endswith(".") for p in report.PANELS) and len(keys) == len(set(keys))
+    keys = [k for p in metrics.PANELS for k in p[2].split()]
+    assert all(p[3].endswith(".") for p in metrics.PANELS) and len(keys) == len(set(keys))
     required = """reward/mean reward/correct reward/overlong eval/correct length/policy_tokens
         length/tool_tokens length/truncated tool/calls tool/used tool/success tool/repaired tool/seconds
         policy/entropy policy/clip_low policy/clip_high policy/grad_norm policy/kl_old sampler/gap_mean
@@ -290,9 +291,9 @@ def test_unknown_keys_get_a_panel_and_a_repeated_step_counts_once(tmp_path):
     lines += [{"step": 2, "reward/mean": 7.0}, {"step": 2, "reward/mean": 0.25}]
     lines += [{"step": 3, "reward/mean": float("nan"), "note": "text"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    run = report.read_run(tmp_path)
+    run = metrics.read_run(tmp_path)
     assert run["rows"] == [lines[0], lines[2], {"step": 3}]
-    assert [(p["title"], p["keys"]) for p in report.panels([run])] == [
+    assert [(p["title"], p["keys"]) for p in metrics.panels([run])] == [
         ("Reward", ["reward/mean"]),
         ("mine/x", ["mine/x"]),
     ]
@@ -311,7 +312,7 @@ def test_what_a_model_wrote_stays_data(run):
 def test_name_of_a_run_cannot_break_the_page(tmp_path):
     """A folder's name is text too: here it looks like markup and like a place the page is filled in at."""
     folder = make_run(tmp_path / "a<b>@DATA&@SHA", steps=5)
-    report.write_page([report.read_run(folder)])
+    report.write_page([metrics.read_run(folder)])
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "<title>a&lt;b&gt;@DATA&amp;@SHA</title>" in page and page.count('"panels"') == 1
 
@@ -337,7 +338,7 @@ def test_words_keep_their_spaces_when_decoded_one_by_one(tmp_path):
     row = {"prompt_index": 0, "reward": 1.0, "prompt_len": 0, "ids": [0, 1, 2, 7]}
     row |= {"mask": [1, 1, 1, 1], "logprobs": [-1.0, -1.0, -1.0, -1.0]}
     (folder / "trajectories" / "step_000005.jsonl").write_text(json.dumps(row))
-    report.write_page([report.read_run(folder)])
+    report.write_page([metrics.read_run(folder)])
     assert [text for _, text in page_data(folder)["pieces"]] == [
         " two",
         " words",
@@ -373,14 +374,14 @@ def test_observations_state_the_numbers_they_rest_on():
     rows[0] |= {"eval/correct": 0.3, "eval/low": 0.25, "eval/high": 0.35}
     rows[9] |= {"eval/correct": 0.9, "eval/low": 0.36, "eval/high": 0.95}
     rows[9] |= {"tool/calls": 1.0, "tool/success": 0.95}
-    found = {what: (here, shown) for what, _, _, here, shown in report.observations(rows)}
+    found = {what: (here, shown) for what, _, _, here, shown in metrics.observations(rows)}
     assert found["Right answers rise"] == ("held out 30 % (25 to 35) → 90 % (36 to 95)", True)
     assert found["Most calls run"] == ("calls that ran 50 % → 72.5 %", True)  # (0.5 + 0.95) / 2
     assert found["Fewer and better calls"][1] is True and "2.00 → 1.50" in found["Fewer and better calls"][0]
     assert found["Entropy stays in a band"] == (None, None)
     rows[9]["eval/low"] = 0.34
-    assert report.observations(rows)[0][4] is False
-    assert all(here is None and shown is None for *_, here, shown in report.observations(rows[:1]))
+    assert metrics.observations(rows)[0][4] is False
+    assert all(here is None and shown is None for *_, here, shown in metrics.observations(rows[:1]))
 
 
 def run_main(*args: str) -> subprocess.CompletedProcess:
@@ -396,10 +397,10 @@ def test_folder_that_is_no_run_is_refused_in_one_sentence(tmp_path):
 BEGUN = ["", '{"step": 0, "eval/cor', '{"step": 4, "reward/mean": 1}\n{"st', "[1]\nx\n"]
 
 
-@pytest.mark.parametrize("metrics", BEGUN)
-def test_page_of_a_run_that_has_only_begun(tmp_path, capsys, metrics):
+@pytest.mark.parametrize("written", BEGUN)
+def test_page_of_a_run_that_has_only_begun(tmp_path, capsys, written):
     """The page is also made while the run writes: half a line, one row, a broken trajectory, no tokenizer."""
-    (tmp_path / "metrics.jsonl").write_text(metrics)
+    (tmp_path / "metrics.jsonl").write_text(written)
     (tmp_path / "trajectories").mkdir()
     good = {
         "prompt_index": 0,
@@ -413,13 +414,13 @@ def test_page_of_a_run_that_has_only_begun(tmp_path, capsys, metrics):
     lines[3]["advantage"] = float("nan")
     text = "\n".join(json.dumps(x) for x in lines) + '\n{"prompt_index": 0, "rew'
     (tmp_path / "trajectories" / "step_000004.jsonl").write_text(text)
-    report.write_page([report.read_run(tmp_path)])
+    report.write_page([metrics.read_run(tmp_path)])
     data, said = page_data(tmp_path), capsys.readouterr().err
-    assert len(data["runs"][0]["rows"]) == metrics.count('"step": 4')
+    assert len(data["runs"][0]["rows"]) == written.count('"step": 4')
     assert [len(g["rows"]) for g in data["groups"]] == [1, 1]
     assert data["pieces"][0] == [0, "⟨0⟩"]
     assert "config.json" in said and "tokenizer" in said
-    assert said.count("left out") == 2 + metrics.count("]") + metrics.count(
+    assert said.count("left out") == 2 + written.count("]") + written.count(
         "x\n"
     )  # each broken line is named
 
@@ -437,7 +438,7 @@ def test_page_of_a_laptop_run_stays_below_five_megabytes(tmp_path):
     long |= {"prompt_index": 99}
     lines += [json.dumps(r | long | {"reward": 9.0 if i < 4 else -9.0}) for i, r in enumerate(group)]
     (folder / "trajectories" / "step_000030.jsonl").write_text("\n".join(lines) + "\n")
-    report.write_page([report.read_run(folder)])
+    report.write_page([metrics.read_run(folder)])
     assert (folder / "report.html").stat().st_size < 5e6
     data = page_data(folder)
     best_and_worst = next(g["rows"] for g in data["groups"] if g["step"] == 30)
@@ -451,7 +452,7 @@ def test_png_is_made_for_one_run_several_and_none_with_data(run, tmp_path):
     other = make_run(tmp_path / "other", seed=1, steps=5)
     (tmp_path / "config.json").write_text("{}")
     for folders in ([run], [other, run], [tmp_path]):
-        path = report.write_png([report.read_run(f) for f in folders])
+        path = metrics.write_png([metrics.read_run(f) for f in folders])
         assert path.parent == folders[0] and path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -486,7 +487,7 @@ def test_page_works_in_a_browser_without_error_or_network(run, browser):
         browser.js("$('about').textContent")
         == "step 30 of 30 · preset tiny · seed 0 · command grpo.py --seed 0"
     )
-    assert browser.js("document.querySelectorAll('figure svg').length") == len(report.PANELS)
+    assert browser.js("document.querySelectorAll('figure svg').length") == len(metrics.PANELS)
     assert browser.js("document.querySelectorAll('article').length") == 8
     for group in range(4):  # the hostile group among them
         browser.js(f"go({group})")
@@ -532,7 +533,7 @@ def test_clipped_tokens_are_those_whose_gradient_the_loss_takes_away(tmp_path, b
         config = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
         config |= {"ratio": "sequence", "clip_low": 1e-3, "clip_high": 1e-3} if sequence else {}
         (folder / "config.json").write_text(json.dumps(config))
-        report.write_page([report.read_run(folder)])
+        report.write_page([metrics.read_run(folder)])
         browser.open(folder / "report.html")
         browser.js("setMode('ratio')")
         assert browser.js("document.querySelectorAll('.clipped').length") == framed
@@ -601,7 +602,7 @@ def test_curves_can_be_read_by_keyboard_and_by_screen_readers(run, browser):
 def test_several_runs_are_laid_over_each_other(run, browser, tmp_path):
     """Which of two settings learns faster is seen in one picture, if each line says whose it is."""
     other = make_run(tmp_path / "other", seed=1, steps=20)
-    report.write_page([report.read_run(f) for f in (other, run)])
+    report.write_page([metrics.read_run(f) for f in (other, run)])
     browser.open(other / "report.html")
     legend, keys = (
         browser.js("document.querySelector('.legend').textContent"),
@@ -684,7 +685,7 @@ def test_what_a_run_did_not_log_is_switched_off(tmp_path, browser):
     path.write_text("".join(json.dumps({k: v for k, v in r.items() if k not in gone}) + "\n" for r in rows))
     (folder / "config.json").unlink()
     (folder / "metrics.jsonl").write_text('{"step": 5, "reward/mean": 0.5}\n')
-    report.write_page([report.read_run(folder)])
+    report.write_page([metrics.read_run(folder)])
     browser.open(folder / "report.html")
     off = browser.js("[...$('mode').querySelectorAll(':disabled')].map(e => e.value).join()")
     assert off == "entropy,ratio,gap" and browser.js("document.querySelectorAll('figure').length") == 1
@@ -695,7 +696,7 @@ def test_what_a_run_did_not_log_is_switched_off(tmp_path, browser):
 def test_page_without_rows_or_trajectories_says_so(tmp_path, browser):
     """An empty page looks like a broken one."""
     (tmp_path / "config.json").write_text('{"preset": "tiny"}')
-    report.write_page([report.read_run(tmp_path)])
+    report.write_page([metrics.read_run(tmp_path)])
     browser.open(tmp_path / "report.html")
     assert (
         browser.js("$('notes').textContent") == "No step has been logged yet. There are no trajectories yet."
