@@ -156,6 +156,20 @@ class Segments:
             self.single = self.single[past[self.single].argsort(descending=True, stable=True)]
             self.past, self.biases = past, {}
 
+    @classmethod
+    def decoding(cls, past: Tensor, tables: Tensor, cache: Blocks) -> "Segments":
+        """One new token for each of R sequences, made of tensors alone: the host waits for none of them, and
+        a CUDA graph can record it. past [R], tables [R, M], both int64 on the device."""
+        seg, rows = cls.__new__(cls), torch.arange(len(past), device=past.device)
+        seg.cache, seg.tables, seg.past, seg.position = cache, tables, past, past[None]
+        seg.slot = tables[rows, past // cache.size] * cache.size + past % cache.size
+        seg.last, seg.single, seg.ragged, seg.biases = rows, rows, [], {}
+        seg.pieces, seg.gathered = [(0, len(past), tables, past[:, None])], (None, None)
+        seg.q_edges = torch.arange(len(past) + 1, dtype=torch.int32, device=past.device)
+        seg.q_max, seg.k_max, seg.k_edges = 1, tables.shape[1] * cache.size, None
+        seg.total, seg.block_table = past.int() + 1, tables.int()
+        return seg
+
     @functools.cached_property
     def pieces(self) -> list[tuple[int, int, Tensor, Tensor]]:
         """(from, to) in `single`, tables [c, m], last key that each row sees [c, 1]. Rows of about one length

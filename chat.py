@@ -210,28 +210,30 @@ class ToolTurn:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.frames: dict[int, list] = {}  # number of results -> [ids, ids, ...] around their texts
+        self.frames: dict[tuple, list] = {}  # names of the tools -> [ids, ids, ...] around their texts
 
-    def encode(self, results: list[str]) -> list[int]:
-        if len(results) not in self.frames:
-            self.frames[len(results)] = self._frame(len(results))
-        frame = self.frames[len(results)]
+    def encode(self, results: list[str], names: list[str] | None = None) -> list[int]:
+        """names: of the tools called, for templates that show them (default: python)."""
+        names = tuple(names or ["python"] * len(results))
+        if names not in self.frames:
+            self.frames[names] = self._frame(names)
+        frame = self.frames[names]
         ids = list(frame[0])
         for text, after in zip(results, frame[1:], strict=True):
             ids += encode_plain(self.tokenizer, text) + after
         return ids
 
-    def _frame(self, n: int) -> list[list[int]]:
+    def _frame(self, names: tuple[str, ...]) -> list[list[int]]:
         _, end = turn_marks(self.tokenizer)
-        call = {"type": "function", "function": {"name": "python", "arguments": {"code": "1"}}}
+        n, functions = len(names), [{"name": name, "arguments": {"code": "1"}} for name in names]
+        calls = [{"type": "function", "function": function} for function in functions]
         said = [
             {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": [call] * n},
+            {"role": "assistant", "content": "", "tool_calls": calls},
         ]
+        answers = [{"role": "tool", "content": "r", "name": name} for name in names]
         try:
-            pieces = render(
-                self.tokenizer, said + [{"role": "tool", "content": "r", "name": "python"}] * n, None, True
-            )
+            pieces = render(self.tokenizer, said + answers, None, True)
             if sum(plain for _, plain in pieces) != n:
                 raise ValueError("the results are not in the rendered text")
         except ValueError as error:

@@ -31,12 +31,12 @@ import policy as net
 import tiny
 from chat import encode_prompt
 from config import Config as RunConfig
-from data import Problem, fail, load_rows, parse_args
+from data import Problem, check_values, fail, load_rows, parse_args
 from episodes import Agents
-from rollout import random_key
 from run import make_folder, open_run, run_script, write_whole
+from sampling import random_key
 from terminal import clock
-from tool_calls import parse_tool_calls
+from tool_calls import mismatch, parse_tool_calls
 from tools import PythonTool
 
 
@@ -57,6 +57,7 @@ class Config:
     max_turns: int = 16  # turns of the policy; a call in the last one is not run
     temperature: float = 1.0  # of sampling
     describe_tool: bool = True  # the prompt describes the tool
+    tool_name: str = "python"  # what the model calls the tool by; code_interpreter for the paper's models
     tool_seconds: float = 30.0  # wall clock of a tool call
     tool_memory: int = 2048  # MB of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
@@ -69,9 +70,9 @@ class Config:
 # ---- rollouts ----------------------------------------------------------------------------------------------
 
 
-def conversation(episode: dict, problem: Problem, tokenizer) -> dict | None:
+def conversation(episode: dict, problem: Problem, tokenizer, tool_name: str = "python") -> dict | None:
     """A right episode as messages, for training; None for one that had better not be imitated: a call that
-    cannot be parsed, text behind a call, no call that ran, an end by length. Programs that raise and are
+    could not be run, text behind a call, no call that ran, an end by length. Programs that raise and are
     repaired stay: so recovery is learned."""
     results = episode["tool_results"]
     if not episode["correct"] or episode["finish"] != "stop" or all(r["status"] != "ok" for r in results):
@@ -86,7 +87,10 @@ def conversation(episode: dict, problem: Problem, tokenizer) -> dict | None:
             text = "<think>\n" + text  # the prompt had opened it
         calls = parse_tool_calls(text)
         thought, end, answer = text.rpartition("</think>")
-        if any(call.error for call in calls) or re.search(r"</tool_call>(?!\s*(<tool_call>|\Z))", answer):
+        wrong = [c.error or mismatch(c.name, c.arguments, PythonTool.parameters) for c in calls]
+        if any(wrong) or any(call.name != tool_name for call in calls):
+            return None
+        if re.search(r"</tool_call>(?!\s*(<tool_call>|\Z))", answer):
             return None
         message = {"role": "assistant", "content": text}
         if calls:
@@ -95,7 +99,7 @@ def conversation(episode: dict, problem: Problem, tokenizer) -> dict | None:
             message["tool_calls"] = [{"type": "function", "function": call} for call in said]
             programs += said
         messages.append(message)
-        messages += [{"role": "tool", "content": outputs.pop(0), "name": "python"} for _ in calls]
+        messages += [{"role": "tool", "content": outputs.pop(0), "name": call.name} for call in calls]
     return {"messages": messages, "programs": json.dumps(programs)}
 
 
@@ -108,7 +112,7 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
     model, tokenizer = net.load(config.model, net.compute_dtype(config.dtype, device), device)
     may_change = {"out", "limit", "keep", "easy", "hard", "max_rows", "cache_tokens", "threads"}
     open_run(out, asdict(config), may_change)
-    schema = [PythonTool.schema] if config.describe_tool else None
+    schema = [PythonTool.described(config.tool_name)] if config.describe_tool else None
     fit = [r for r in rows if len(encode_prompt(tokenizer, r[1].messages, schema)) <= config.max_prompt]
     if rank == 0 and len(fit) < len(rows):
         print(f"{len(rows) - len(fit)} problems left out, their prompts exceed --max_prompt")
@@ -126,7 +130,8 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
     names = {field.name for field in fields(RunConfig)}
     settings = RunConfig(**{k: v for k, v in asdict(config).items() if k in names}, overlong_buffer=0)
     began = time.perf_counter()
-    with PythonTool(workers, config.tool_seconds, config.tool_memory, config.tool_chars) as tool:
+    limits = (workers, config.tool_seconds, config.tool_memory, config.tool_chars)
+    with PythonTool(*limits, name=config.tool_name) as tool:
         agents = Agents(model, tokenizer, tool, settings)
         for done, chunk in enumerate(missing, 1):  # sampled whole or not at all: its first makes its seed
             problems = [fit[i][1] for i in chunk]
@@ -135,7 +140,7 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
                 found[episode["prompt_index"]].append(episode)
             for i, problem, episodes in zip(chunk, problems, found):
                 ran = [result["status"] == "ok" for e in episodes for result in e["tool_results"]]
-                said = [conversation(e, problem, tokenizer) for e in episodes]
+                said = [conversation(e, problem, tokenizer, config.tool_name) for e in episodes]
                 stored[i] = {"problem": i, "id": problem.id, "correct": [e["correct"] for e in episodes]}
                 stored[i] |= {"calls": len(ran), "ran": sum(ran), "conversations": list(filter(None, said))}
             if rank == 0:
@@ -175,7 +180,7 @@ def filter_problems(config: Config, rows, rolled: list[dict], out: Path) -> None
 
 def collect(config: Config, rows, rolled: list[dict], out: Path) -> None:
     """Write right episodes as conversations: no two of a problem with the same programs, at most `keep`."""
-    tools = [PythonTool.schema] if config.describe_tool else None
+    tools = [PythonTool.described(config.tool_name)] if config.describe_tool else None
     found, right, usable = [], 0, 0
     for row, (_, problem) in zip(rolled, rows):
         different = {c["programs"]: c["messages"] for c in reversed(row["conversations"])}
@@ -221,9 +226,9 @@ def stitch(rows, tool: PythonTool) -> tuple[list[dict], Counter]:
         messages = list(problem.messages)
         for text, program, result in zip(texts, programs, results):
             content = text.strip().rstrip("$= ")
-            call = {"type": "function", "function": {"name": "python", "arguments": {"code": program}}}
+            call = {"type": "function", "function": {"name": tool.name, "arguments": {"code": program}}}
             messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
-            messages.append({"role": "tool", "content": result.output})
+            messages.append({"role": "tool", "content": result.output, "name": tool.name})
         last = f"{texts[-1].strip()}\nThe answer is \\boxed{{{problem.answer}}}."
         messages.append({"role": "assistant", "content": last.strip()})
         found.append({"messages": messages, "tools": [tool.schema], "id": problem.id})
@@ -236,9 +241,7 @@ def main(argv: list[str]) -> None:
     if what not in ("filter", "collect", "stitch", "help"):
         fail("say first what to make: filter, collect or stitch; --help shows the options")
     c = parse_args(Config, ["--help"] if what == "help" else argv)
-    for name in "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows".split():
-        if not getattr(c, name) > 0:
-            fail(f"--{name} {getattr(c, name)}: take more than 0")
+    check_values(c, "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows", "threads")
     if not 0 <= c.hard < c.easy <= 1:
         fail(f"--hard {c.hard} --easy {c.easy}: take shares of right episodes, the first below the second")
     if not c.model and what != "stitch":
@@ -255,7 +258,7 @@ def main(argv: list[str]) -> None:
     out = Path(c.out)
     if what == "stitch":
         make_folder(out)
-        with PythonTool() as tool:
+        with PythonTool(name=c.tool_name) as tool:
             found, left_out = stitch(rows, tool)
         write_whole(out / "conversations.jsonl", "".join(json.dumps(f) + "\n" for f in found))
         print(f"{len(found)} conversations in {out / 'conversations.jsonl'}", end="")

@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import io
 import json
+import math
 import pickle
 import re
 import sys
@@ -346,6 +347,20 @@ def _read(text: str, kind):
         return None if none and text.lower() == "none" else first(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not {inspect.formatannotation(kind)}") from None
+
+
+def check_values(config, positive="", not_negative="", choices: dict | None = None, bounds="") -> None:
+    """Ends the program (see fail) for a field, of those named, that is not above 0, is below 0, or is no
+    choice. Infinity is for bounds only, where it stands for none."""
+    for name in f"{positive} {not_negative}".split():
+        value, above = getattr(config, name), name in positive.split()
+        if not (value > 0 if above else value >= 0):
+            fail(f"--{name} {value}: take {'more than 0' if above else '0 or more'}")
+        if value == math.inf and name not in bounds.split():
+            fail(f"--{name} {value}: take a finite number")
+    for name, legal in (choices or {}).items():
+        if getattr(config, name) not in legal:
+            fail(f"--{name} {getattr(config, name)}: take {' or '.join(filter(None, legal))}")
 
 
 def fail(sentence: str) -> typing.NoReturn:

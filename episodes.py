@@ -34,10 +34,11 @@ class Agents:
 
     def __init__(self, model, tokenizer, tool: PythonTool, config):
         self.tokenizer, self.tool, self.config = tokenizer, tool, config
-        self.tools = {"python": tool}  # the policy's; each has a schema
+        self.tools = {tool.name: tool}  # the policy's; each has a schema
         longest = min(config.max_prompt + config.max_new_tokens, model.config.max_position_embeddings)
         limits = config.max_rows, longest, config.cache_tokens
-        self.sampler = Sampler(model, tokenizer, *limits, deterministic=config.deterministic)
+        how = dict(deterministic=config.deterministic, graphs=config.cuda_graphs)
+        self.sampler = Sampler(model, tokenizer, *limits, **how)
 
     def encode(self, problem) -> list[int]:
         schema = [t.schema for t in self.tools.values()] if self.config.describe_tool else None

@@ -52,6 +52,7 @@ class Config:
     max_turns: int = 16  # turns of the policy; a call in the last one is not run
     seed: int = 0  # of the samples
     dtype: str = "auto"  # float32 or bfloat16; auto = float32 on CPU, bfloat16 on GPU
+    tool_name: str = "python"  # what the model calls the tool by; code_interpreter for the paper's models
     tool_seconds: float = 30.0  # wall clock of a tool call
     tool_memory: int = 2048  # MB of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
@@ -200,7 +201,7 @@ def grade(problem: Problem, t: Trajectory, tokenizer, tool: PythonTool) -> dict:
 
 def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: list[int], file: Path) -> None:
     """Sample the missing problems; a chunk of them is graded and appended to the file at once."""
-    limits = (cfg.tool_workers, cfg.tool_seconds, cfg.tool_memory, cfg.tool_chars, cfg.sandbox)
+    limits = (cfg.tool_workers, cfg.tool_seconds, cfg.tool_memory, cfg.tool_chars, cfg.sandbox, cfg.tool_name)
     with PythonTool(*limits) as tool, ThreadPoolExecutor() as threads:
         described = [tool.schema] if with_tool and cfg.data != "tiny" else None  # tiny: bare questions
         prompts = {i: encode_prompt(tokenizer, problems[i].messages, described) for i in missing}
@@ -213,7 +214,7 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
         most = min(longest + cfg.max_new_tokens, context)
         sampler = Sampler(model, tokenizer, cfg.max_rows, most, cfg.cache_tokens)
         law = (cfg.samples, cfg.max_turns, cfg.max_new_tokens, cfg.temperature, cfg.top_p)
-        tools, began, right = {"python": tool} if with_tool else {}, time.perf_counter(), 0
+        tools, began, right = {tool.name: tool} if with_tool else {}, time.perf_counter(), 0
         for at in range(0, len(missing), cfg.chunk):
             chunk, start = missing[at : at + cfg.chunk], time.perf_counter()
             found = run_agent(sampler, [prompts[i] for i in chunk], tools, *law, seed=cfg.seed, indices=chunk)

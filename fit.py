@@ -13,7 +13,8 @@ alive, and the other layers follow in proportion. A rank's memory is summed at f
     update    the gradient of embedding and head is reduced
 
 GB are 10^9 bytes. Left out: NCCL's buffers and fragmentation, for which RESERVE is assumed; attention without
-flash kernels, quadratic in the length; the tools' time; more than one node.
+flash kernels, quadratic in the length; the tools' time; CUDA graphs (faster decoding, and memory of their
+own); more than one node.
 """
 
 import copy

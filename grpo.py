@@ -38,9 +38,9 @@ from config import PRESETS, Config, check
 from data import fail, load_problems, parse_args
 from episodes import Agents, alarms, evaluate, measure
 from loss import group_advantages, kl_estimate, loss_weights, policy_loss
-from rollout import random_key
 from run import Log, Stop, checkpoint, latest, listen, open_run, restore, run_script, write_report
-from terminal import clock, live, show, watch
+from sampling import random_key
+from terminal import clock, live, show, split, watch
 from tools import PythonTool
 
 # ---- one batch ---------------------------------------------------------------------------------------------
@@ -267,6 +267,8 @@ def main(config: Config) -> None:
     began = time.time()
     rank, ranks, device = net.init_process_group()
     check(config)
+    if config.cuda_graphs and device == "cpu":
+        fail("--cuda_graphs needs a GPU; leave it out")
     if rank == 0:
         print(
             f"GRPO-TCR, preset {config.preset}, seed {config.seed}: {ranks} rank(s) on {device}", flush=True
@@ -276,7 +278,7 @@ def main(config: Config) -> None:
     workers = config.tool_workers or max(2, cores)
     limits = (config.tool_seconds, config.tool_memory, config.tool_chars)
     try:
-        tool = PythonTool(workers, *limits, config.sandbox)
+        tool = PythonTool(workers, *limits, config.sandbox, config.tool_name)
     except ValueError as error:
         fail(str(error))
     with tool:
@@ -411,6 +413,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
                   f"entropy {row['policy/entropy']:.3f}  {end - start:.1f} s  {left} left",
                   flush=True)  # fmt: skip
             if config.show_every and (step == 1 or step % config.show_every == 0):
+                print(split(row))
                 show(
                     max(episodes, key=lambda e: abs(e["advantage"])),
                     tokenizer,

@@ -10,10 +10,11 @@ or a tool's result), and samples one token for each row that is fed up to its en
   cache is not;
 - ids only ever grow: sampled tokens are kept as they are, a tool's text is encoded once, with mask 0.
 
+With `graphs`, steps in which all rows decode run ahead of what is known here (Sampler._decode, decode.py).
 Random numbers belong to (seed, prompt, sample, position), so a trajectory does not depend on its neighbours.
 
-Left out: CUDA graphs, speculative decoding, beam search, penalties, prefix sharing between different prompts.
-To copy into another project take this file and attention.py, for agents also chat.py and tool_calls.py.
+Left out: speculative decoding, beam search, prefix sharing between different prompts. To copy into another
+project take sampling.py, attention.py and decode.py along, for agents also chat.py and tool_calls.py.
 """
 
 import concurrent.futures
@@ -24,11 +25,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Blocks, Segments, keep_freed_memory, packed_weights, trunk
 from chat import ToolTurn, say_once
+from decode import DecodeStep
+from sampling import draw_tokens, random_key, refuse_broken, uniforms
 from tool_calls import ToolResult, parse_tool_calls, start_call
 
 
@@ -56,80 +58,6 @@ class Trajectory:
         return tokenizer.decode(self.ids[turns[-1] :], skip_special_tokens=True) if turns else ""
 
 
-# ---- sampling a token --------------------------------------------------------------------------------------
-
-
-def mix(x):
-    """splitmix64 (Steele et al. 2014): a bijection of 64-bit integers that scrambles every bit. x: uint64
-    array or int."""
-    with np.errstate(over="ignore"):
-        x = np.uint64(x) if np.isscalar(x) else x
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-
-def random_key(*parts: int) -> int:
-    """A 64-bit key that belongs to (seed, prompt, sample, ...): in any order of work the same."""
-    key = np.uint64(0)
-    for part in parts:
-        key = mix(int(key) ^ int(part) % 2**64)
-    return int(key)
-
-
-def uniforms(keys, positions) -> np.ndarray:
-    """Uniform numbers in [0, 1) [B] float64, one for each (key, position); 52 bits: u * total < total."""
-    keys, positions = np.asarray(keys, np.uint64), np.asarray(positions, np.uint64)
-    return (mix(keys ^ mix(positions)) >> np.uint64(12)).astype(np.float64) * 2.0**-52
-
-
-PART = 256  # tokens of the vocabulary that are summed together
-
-
-def sample_tokens(
-    logits: Tensor, uniform: Tensor, temperature=1.0, top_p: float = 1.0, top_k: int = 0
-) -> tuple[Tensor, Tensor]:
-    """(token [B] int64, logprob [B] float32) from logits [B, V] and uniform [B]; top_k 0 and top_p 1 are off.
-
-    The log-prob is that of the law really sampled from: after temperature, top-k and top-p, renormalised.
-    Temperature 0 (a number, or one for each row) takes the most likely token and reports its log-prob at
-    temperature 1. Raises FloatingPointError on NaN or +inf logits: others print token 0 ("!!!!") then.
-    """
-    logits = logits.float()
-    top = logits.amax(-1, keepdim=True)
-    if not torch.isfinite(top).all():
-        bad = int((~torch.isfinite(top)).sum())
-        raise FloatingPointError(
-            f"{bad} of {len(logits)} rows have NaN or inf logits: are the weights broken?"
-        )
-    heat = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)  # [] or [B]
-    all_warm = not isinstance(temperature, Tensor) and temperature > 0
-    z = logits - top
-    if not all_warm or temperature != 1:  # each pass over [B, V] counts
-        z /= torch.where(heat > 0, heat, 1.0)[..., None]
-    if top_k and top_k < z.shape[1]:
-        z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p < 1:
-        ranked, order = torch.softmax(z, -1).sort(dim=-1, descending=True, stable=True)
-        drop = ranked.cumsum(-1) - ranked >= top_p  # the token that crosses top_p stays
-        z = z.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -torch.inf)
-    # Two steps, as a cumulative sum over the vocabulary costs ten times its sum: a part, then a token in it.
-    p = F.pad(z.exp(), (0, -z.shape[1] % PART)).view(len(z), -1, PART)  # [B, V/PART, PART]
-    mass = p.sum(-1)  # [B, V/PART]
-    cdf = mass.cumsum(-1, dtype=torch.float64)
-    target = uniform.to(cdf)[:, None] * cdf[:, -1:]
-    part = torch.searchsorted(cdf, target, right=True)  # [B, 1]; its mass is not 0
-    mass = mass.gather(1, part)
-    rest = ((target - cdf.gather(1, part) + mass) / mass).clamp(0, 1 - 2.0**-52)
-    inner = p[torch.arange(len(p), device=p.device), part[:, 0]].cumsum(-1, dtype=torch.float64)  # [B, PART]
-    token = (part * PART + torch.searchsorted(inner, rest * inner[:, -1:], right=True))[:, 0]
-    if not all_warm:
-        token = torch.where(heat > 0, token, logits.argmax(-1))
-    logprob = z.gather(1, token[:, None])[:, 0] - cdf[:, -1].log().float()
-    return token, logprob
-
-
 # ---- the sampler -------------------------------------------------------------------------------------------
 
 
@@ -150,6 +78,7 @@ class Row:
     turns: int = 0  # turns the policy has ended
     working: bool = True  # False while it is in the queue
     pending: list = field(default_factory=list)  # futures of the tool results it waits for
+    called: list[str] = field(default_factory=list)  # the tools' names
     due: int = 0  # deterministic mode: the step at which they are taken
 
 
@@ -164,6 +93,8 @@ class Sampler:
     prefill        tokens of prompts and tool results fed in one step, beside the rows that decode
     deterministic  a tool's result is taken a fixed number of steps after it was asked for, waiting if it is
                    late: then batches and bits do not depend on the tool's speed (default: on CPU)
+    graphs         steps in which all rows decode are CUDA graphs, launched one ahead of the host (decode.py);
+                   on CPU the same code runs without recording
     """
 
     def __init__(
@@ -176,6 +107,7 @@ class Sampler:
         block: int | None = None,
         prefill: int = 4096,
         deterministic: bool | None = None,
+        graphs: bool = False,
     ):
         cpu = model.device.type == "cpu"
         if cpu:
@@ -196,12 +128,15 @@ class Sampler:
             cache_tokens = min(max_rows * self.max_len, int(memory / bytes_a_token))
         self.blocks = Blocks(model.config, -(-cache_tokens // size) + 1, size, dtype, model.device)
         self.deterministic = cpu if deterministic is None else deterministic
+        self.graphs = {} if graphs else None  # (places, law) -> DecodeStep
+        self.pool = torch.cuda.graph_pool_handle() if graphs and model.device.type == "cuda" else None
         self.delay = 4  # steps from a tool call to its result in deterministic mode
         ends = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
         self.stop = {t for end in ends for t in (end if isinstance(end, (list, tuple)) else [end])} - {None}
         # of the last run: steps, tokens sampled, trajectories ended, rows put back; seconds of prefill (a
         # forward that reads prompts or tool results), decode (any other), sampling (with the head),
-        # tool_wait (nothing else to do), idle_slots (forwards, times the share of places without a row)
+        # tool_wait (nothing else to do), idle_slots (forwards, times the share of places without a row). With
+        # graphs, decode holds what it takes to sample its tokens and to note them, too
         self.stats = {}
 
     def generate(
@@ -222,15 +157,15 @@ class Sampler:
         self, prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond=None, follow=None
     ) -> list[Trajectory]:
         """The scheduler. At the end of a turn respond(row) gives the futures to wait for ([]: the trajectory
-        is over), and when they are done follow(row) gives the ids that come next."""
+        is over), and when they are done follow(row, results) gives the ids that come next."""
         if n < 1 or max_new_tokens < 0 or temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
             raise ValueError(
                 f"n {n}, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}, "
                 f"top_k {top_k}: n must be 1 or more, top_p in (0, 1], the others 0 or more"
             )
         self.law = (temperature, top_p, top_k) if temperature else (0.0, 1.0, 0)
-        self.respond, self.follow = respond, follow
-        self.queue, self.running, self.prompts = deque(), [], {}
+        self.respond, self.follow, self.share = respond, follow, n > 1
+        self.queue, self.running, self.prompts, self.drained = deque(), [], {}, False
         self.stats = dict.fromkeys(("steps", "tokens", "ended", "put_back"), 0)
         self.stats |= dict.fromkeys(("prefill", "decode", "sampling", "tool_wait", "idle_slots"), 0.0)
         capacity = len(self.blocks.count) - 1
@@ -241,6 +176,7 @@ class Sampler:
             """Queue the samples of the next prompt; False if there is none."""
             i, (number, prompt) = next(coming, (0, (0, None)))
             if prompt is None:
+                self.drained = True
                 return False
             limit = min(self.max_len, len(prompt) + max_new_tokens)
             if not prompt:
@@ -272,7 +208,7 @@ class Sampler:
             with packed_weights(self.model):
                 while self.queue or self.running or take_prompt():
                     self._take_results(idle)
-                    self._admit(share=n > 1)
+                    self._admit()
                     batch = self._choose()
                     idle = not batch
                     self.stats["steps"] += 1
@@ -283,21 +219,31 @@ class Sampler:
                 self.blocks.release(row.table)
         return trajectories
 
-    def _admit(self, share: bool) -> None:
-        """Start queued rows while the batch has a place, and the cache a block for every row."""
-        active = sum(not row.pending and row.trajectory is not None for row in self.running)
-        if not self.queue and active < self.max_rows:
+    def _shares(self, row: Row) -> bool:
+        """Whether a queued row may start from its prompt's blocks: it is new, and there is room in the cache
+        for it and the partial block of its prompt that it has copied."""
+        room = self.blocks.needs(row.limit) < len(self.blocks.count) - 1
+        return self.share and room and 1 < len(row.ids) == row.trajectory.prompt_len
+
+    def _has_place(self) -> bool:
+        """Whether the batch has a place, and the cache a block for every row beside the queue's first."""
+        if sum(not r.pending and r.trajectory is not None for r in self.running) >= self.max_rows:
+            return False
+        if not self.queue or not self.running:
+            return True
+        row = self.queue[0]
+        shared = self._shares(row) and row.group in self.prompts
+        wanted = 1 if shared else self.blocks.needs(len(row.ids)) + 1
+        return len(self.blocks.free) >= wanted + len(self.running)
+
+    def _admit(self) -> None:
+        """Start queued rows while there is a place for them."""
+        if not self.queue and self._has_place():
             self.take_prompt()  # one a step: other ranks may draw from the same ones
-        while self.queue and active < self.max_rows:
-            row = self.queue[0]
-            # for a row, and the partial block of its prompt that it has copied
-            room = self.blocks.needs(row.limit) < len(self.blocks.count) - 1
-            fresh = share and room and 1 < len(row.ids) == row.trajectory.prompt_len
+        while self.queue and self._has_place():
+            row = self.queue.popleft()
+            fresh = self._shares(row)
             parent = self.prompts.get(row.group) if fresh else None
-            wanted = 1 if parent else self.blocks.needs(len(row.ids)) + 1
-            if self.running and len(self.blocks.free) < wanted + len(self.running):
-                return
-            self.queue.popleft()
             if fresh and not parent:
                 # Without its last token: feeding that one is each sample's own first step, and gives it its
                 # own logits.
@@ -308,7 +254,6 @@ class Sampler:
                 parent.children += 1
             row.working = True
             self.running.append(row)
-            active += 1
 
     def _choose(self) -> list[tuple[Row, int]]:
         """The rows of this step, oldest first, and how many ids each is fed. Their blocks are taken here."""
@@ -373,6 +318,8 @@ class Sampler:
     def _step(self, batch: list[tuple[Row, int]]) -> None:
         """One forward of the packed row of all ids fed, and one token for each row fed up to its end."""
         rows, new = [row for row, _ in batch], [n for _, n in batch]
+        if self.graphs is not None and all(r.trajectory and r.cached + 1 == len(r.ids) for r in rows):
+            return self._decode(rows)
         tables = np.zeros((len(rows), max(len(row.table) for row in rows)), np.int64)
         for i, row in enumerate(rows):
             tables[i, : len(row.table)] = row.table
@@ -390,20 +337,74 @@ class Sampler:
         if not ready:
             return
         rows = [rows[i] for i in ready]
-        hidden, head = hidden[seg.last[ready]], self.model.get_output_embeddings()  # [B, H], [V, H]
-        u = uniforms([row.key for row in rows], [len(row.ids) - row.trajectory.prompt_len for row in rows])
-        some = len(rows) if hidden.is_cuda else max(1, 2**22 // len(head.weight))  # rows of 16 MB of logits
-        drawn = []
-        for h, un in zip(hidden.split(some), torch.from_numpy(u).to(hidden.device).split(some)):
-            if h.is_cuda and h.dtype != torch.float32:  # rounded logits are off by up to 0.1
-                logits = torch.mm(h, head.weight.T, out_dtype=torch.float32)  # [b, V]
-            else:
-                logits = head(h)
-            drawn.append(sample_tokens(logits, un, *self.law))
-        token, logprob = (torch.cat(parts).tolist() for parts in zip(*drawn))
+        hidden, uniform = hidden[seg.last[ready]], torch.from_numpy(self._uniforms(rows))  # [B, H], [B]
+        words = self.model.get_output_embeddings().weight.shape[0]
+        some = len(rows) if hidden.is_cuda else max(1, 2**22 // words)  # rows of 16 MB of logits
+        pairs = zip(hidden.split(some), uniform.to(hidden.device).split(some))
+        drawn = [self._head_and_draw(h, u) for h, u in pairs]
+        tokens, logprobs = (torch.cat(parts).tolist() for parts in zip(*drawn))
         self.stats["sampling"] += time.perf_counter() - end
+        self._append(rows, tokens, logprobs)
+
+    def _uniforms(self, rows: list[Row], ahead: int = 0) -> np.ndarray:
+        at = [len(row.ids) + ahead - row.trajectory.prompt_len for row in rows]
+        return uniforms([row.key for row in rows], at)
+
+    def _head_and_draw(self, hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Token and log-prob [B] from hidden [B, H] and uniform [B]."""
+        head = self.model.get_output_embeddings()  # weight [V, H]
+        if hidden.is_cuda and hidden.dtype != torch.float32:  # rounded logits are off by up to 0.1
+            logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)  # [B, V]
+        else:
+            logits = head(hidden)
+        return draw_tokens(logits, uniform, *self.law)
+
+    def _decode(self, rows: list[Row]) -> None:
+        """Decode steps of these rows as graphs, until one of them ends or waits, or another could join. The
+        next step is launched before the tokens of this one are read: a row that these end has then made one
+        token too many, which is dropped."""
+        places = min(self.max_rows, 2 ** (len(rows) - 1).bit_length())
+        if (places, self.law) not in self.graphs:
+            width = self.blocks.needs(self.max_len)
+            step = DecodeStep(self.model, self.blocks, places, width, self._head_and_draw, self.pool)
+            self.graphs[places, self.law] = step
+        step, tables = self.graphs[places, self.law], [row.table for row in rows]
+
+        def launch(ahead: int, ids: list[int] | None = None):
+            past = [row.cached + ahead for row in rows]
+            return step.launch(past, tables, self._uniforms(rows, ahead), ids)
+
+        start = time.perf_counter()
+        read, ended = launch(0, [row.ids[-1] for row in rows]), False
+        while read:
+            following = None if ended or not self._goes_on(rows) else launch(1)
+            tokens, logprobs = read()
+            live = [i for i, r in enumerate(rows) if not r.trajectory.finish and not r.pending]
+            for i in live:
+                rows[i].cached += 1
+            some = ([values[i] for i in live] for values in (rows, tokens, logprobs))
+            ended |= self._append(*some)
+            read = following
+            self.stats["steps"] += bool(read)
+        seconds = time.perf_counter() - start
+        self.stats["decode"] += seconds
+        self.stats["idle_slots"] += seconds * max(0.0, 1 - len(rows) / self.max_rows)
+
+    def _goes_on(self, rows: list[Row]) -> bool:
+        """Whether the rows can take one more token than is known of them, and nothing could join them."""
+        if (self.queue or not self.drained) and self._has_place():
+            return False
+        if any(row.pending and self._answered(row) for row in self.running):
+            return False
+        room = all(len(row.ids) + 1 < row.limit for row in rows)
+        return room and all(self.blocks.grow(row.table, row.cached + 2) for row in rows)
+
+    def _append(self, rows: list[Row], tokens: list[int], logprobs: list[float]) -> bool:
+        """A sampled token for each row; whether a row has ended by it, or waits for a tool now."""
+        refuse_broken(logprobs)
         self.stats["tokens"] += len(rows)
-        for row, t, lp in zip(rows, token, logprob):
+        ended = False
+        for row, t, lp in zip(rows, tokens, logprobs):
             trajectory = row.trajectory
             row.ids.append(t)  # the same list as trajectory.ids
             trajectory.mask.append(1)
@@ -414,8 +415,15 @@ class Sampler:
                 row.due = self.stats["steps"] + self.delay
                 if not row.pending:
                     self._end(row, trajectory.finish or "stop")
+                ended = True
             elif len(row.ids) >= row.limit:
                 self._end(row, "length")
+                ended = True
+        return ended
+
+    def _answered(self, row: Row) -> bool:
+        """Whether the results of its tools are to be taken now."""
+        return self.stats["steps"] >= row.due if self.deterministic else all(f.done() for f in row.pending)
 
     def _take_results(self, idle: bool) -> None:
         """Append the results of tools that have answered. idle: nothing is left to decode, so wait."""
@@ -428,14 +436,12 @@ class Sampler:
             concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
             self.stats["tool_wait"] += time.perf_counter() - start
         for row in waiting:
-            if self.deterministic and self.stats["steps"] < row.due:
-                continue
-            if not self.deterministic and not all(f.done() for f in row.pending):
+            if not self._answered(row):
                 continue
             start = time.perf_counter()
             results = [_result(f) for f in row.pending]
             self.stats["tool_wait"] += time.perf_counter() - start
-            ids = self.follow(results)
+            ids = self.follow(row, results)
             row.trajectory.tool_results += results
             row.pending = []
             if len(row.ids) + len(ids) >= row.limit:  # a trajectory never ends with a tool's text
@@ -498,9 +504,10 @@ def run_agent(
         if calls and (row.turns >= max_turns or len(row.ids) >= row.limit):
             row.trajectory.finish = "turns" if row.turns >= max_turns else "length"
             return []
+        row.called = [call.name if call.name in tools else next(iter(tools)) for call in calls]
         return [start_call(call, tools) for call in calls]
 
-    def follow(results: list[ToolResult]) -> list[int]:
-        return turn.encode([result.output for result in results])
+    def follow(row: Row, results: list[ToolResult]) -> list[int]:
+        return turn.encode([result.output for result in results], row.called)
 
     return sampler.run(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond, follow)

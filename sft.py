@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import tiny
 from chat import added_tokens, encode_marks, encode_plain, place_tools, render, turn_marks
-from data import fail, load_conversations, parse_args
+from data import check_values, fail, load_conversations, parse_args
 from policy import (
     Policy,
     compute_dtype,
@@ -267,12 +267,9 @@ def run(config: Config) -> Path:
         fail(f"--out {out} exists already; give another name, or delete it")
     if not config.model or not config.data:
         fail("--model and --data say what to train on what; --preset tiny brings both")
-    for name in ("epochs", "batch", "lr", "clip_norm", "max_len", "tokens_per_row", "save_every", "teacher"):
-        if not 0 < getattr(config, name) < float("inf"):
-            fail(f"--{name} {getattr(config, name)}: take more than 0")
-    for name, legal in {"too_long": ("cut", "drop"), "dtype": ("", "float32", "bfloat16")}.items():
-        if getattr(config, name) not in legal:
-            fail(f"--{name} {getattr(config, name)}: take {' or '.join(filter(None, legal))}")
+    positive = "epochs batch lr clip_norm max_len tokens_per_row save_every teacher"
+    choices = {"too_long": ("cut", "drop"), "dtype": ("", "float32", "bfloat16")}
+    check_values(config, positive, "warmup weight_decay threads", choices)
     if fault := tracker_fault(config.tracker):
         fail(fault)
     folder = out.with_name(out.name + ".training")

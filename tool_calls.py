@@ -35,7 +35,7 @@ MAX_CALLS = 32  # of one turn; bounds the work on hostile text
 TAG = re.compile(r"<think>.*?(?:</think>|\Z)|(</think>)|(<tool_call>)\s*", re.DOTALL)
 NEXT, CLOSE = re.compile("</?tool_call>"), re.compile(r"\s*</tool_call>")
 DECODER = json.JSONDecoder(strict=False)
-FORMAT = 'write <tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
+FORMAT = 'write <tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
@@ -74,9 +74,8 @@ def _decode_call(text: str, start: int) -> tuple[ToolCall | None, int]:
         end = close.end() if close else end
         match value:
             case {"name": str(name), "arguments": dict(arguments)} if close:
-                if name != "python" or isinstance(arguments.get("code"), str):
-                    return ToolCall(name, arguments), end
-        shape = 'needs "name", a string, and "arguments", an object; for python with "code", a string'
+                return ToolCall(name, arguments), end
+        shape = 'needs "name", a string, and "arguments", an object'
         problem = shape if close else "has no </tool_call> after its JSON"
     except (ValueError, RecursionError) as error:
         reason, at = getattr(error, "msg", type(error).__name__), getattr(error, "pos", start)

@@ -45,6 +45,7 @@ class PythonTool:
     max_chars  characters of output kept, head plus tail; a notice in between tells how many were dropped
     sandbox    "namespaces" (sandbox.py), or "bwrap": the same inside bubblewrap, where programs read no files
                but those of the system and of Python
+    name       what the policy calls it by; models trained elsewhere may know another, as code_interpreter
     """
 
     about = (
@@ -54,13 +55,21 @@ class PythonTool:
     ).format(*sys.version_info)
     code = {"type": "string", "description": "the program"}
     parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
-    schema = dict(type="function", function=dict(name="python", description=about, parameters=parameters))
 
-    def __init__(self, workers: int | None = None, timeout_s: float = 30, memory_mb: int = 2048,
-                 max_chars: int = 8000, sandbox: str = "namespaces") -> None:  # fmt: skip
+    @classmethod
+    def described(cls, name: str = "python") -> dict:
+        """What the policy reads of it."""
+        function = dict(name=name, description=cls.about, parameters=cls.parameters)
+        return dict(type="function", function=function)
+
+    def __init__(
+        self, workers: int | None = None, timeout_s: float = 30, memory_mb: int = 2048, max_chars: int = 8000,
+        sandbox: str = "namespaces", name: str = "python",
+    ) -> None:  # fmt: skip
         workers = min(64, 2 * (os.cpu_count() or 1) + 4) if workers is None else workers
         _check_positive(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb, max_chars=max_chars)
         self.timeout_s, self.memory_mb, self.max_chars = timeout_s, memory_mb, max_chars
+        self.name, self.schema = name, self.described(name)
         wrapper = bubblewrap(sandbox)
         folder = "/tmp" if wrapper else tempfile.gettempdir()
         self._box = os.path.join(folder, f"python-tool-{os.urandom(8).hex()}")

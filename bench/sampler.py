@@ -69,20 +69,20 @@ def ours(model, **options):
     class Forced(Sampler):
         """A turn ends at its length, and the tool sleeps."""
 
-        def _step(self, batch):
-            super()._step(batch)
-            for row, _ in batch:
-                if not row.trajectory:
-                    continue
+        def _append(self, rows, tokens, logprobs):
+            ended = super()._append(rows, tokens, logprobs)
+            for row in rows:
                 i = row.group * self.scenario.n + row.trajectory.sample_index
                 turns, naps = self.scenario.turns[i], self.scenario.naps[i]
                 if len(row.ids) - row.turn_start < turns[row.turns]:
                     continue
+                ended = True
                 if row.turns == len(naps):
                     self._end(row, "stop")
                 else:
                     row.pending = [self.threads.submit(time.sleep, naps[row.turns])]
                     row.turns += 1
+            return ended
 
     def run(scenario) -> float:
         most = max(sum(t) for t in scenario.turns) + 4 * len(scenario.answer)
@@ -92,7 +92,7 @@ def ours(model, **options):
         law = (scenario.n, most, 1.0, 1.0, 0, 0, None)
         with ThreadPoolExecutor(len(scenario.turns)) as sampler.threads:
             start = time.perf_counter()
-            found = sampler.run(scenario.prompts, *law, follow=lambda _: scenario.answer)
+            found = sampler.run(scenario.prompts, *law, follow=lambda *_: scenario.answer)
             seconds = time.perf_counter() - start
         assert [sum(t.mask) for t in found] == [sum(turns) for turns in scenario.turns]
         return seconds
@@ -303,14 +303,14 @@ def gpu(shape: str) -> None:
     read = 1024 * weights + 256 * a_token * sum(range(512, 1536))
     result: dict = {"shape": shape, "device": torch.cuda.get_device_name()}
     for who, run in [
-        ("ours", ours(model)), ("generate", generate(model)),
+        ("ours", ours(model)), ("ours, graphs", ours(model, graphs=True)), ("generate", generate(model)),
         ("static generate", generate(model, cache_implementation="static")),
     ]:  # fmt: skip
         run(short(scenario))
         seconds = run(scenario)
         share = read / seconds / bandwidth
         print(f"{who}: {scenario.tokens / seconds:.0f} tokens/s, {share:.2f} of the memory's bandwidth")
-        if who == "ours":
+        if who.startswith("ours"):
             print({k: round(v, 2) for k, v in run.sampler.stats.items()})
         result[who] = seconds
     ratios = {f"vs_{k}": result[k] / result["ours"] for k in ("generate", "static generate")}

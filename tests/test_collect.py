@@ -141,8 +141,11 @@ def test_thinking_that_the_prompt_opened_is_closed_and_opened_in_the_message(tok
         ([TURNS[0], TURNS[2]], ["SyntaxError"], {}),
         (["<tool_call>\n{\"name\": \"python\"\n</tool_call>", *TURNS[1:]], OUTPUTS, {}),
         ([TURNS[0] + " and so on", *TURNS[1:]], OUTPUTS, {}),
+        ([call(5), *TURNS[1:]], OUTPUTS, {}),
+        ([TURNS[0].replace('"python"', '"shell"'), *TURNS[1:]], OUTPUTS, {}),
     ],
-    ids=["wrong", "cut off", "no call", "no call that ran", "malformed call", "text behind the call"],
+    ids=["wrong", "cut off", "no call", "no call that ran", "malformed call", "text behind the call",
+         "code that is no text", "another tool"],
 )  # fmt: skip
 def test_what_should_not_be_imitated_is_not_collected(tokenizer, turns, outputs, more):
     """Imitated, a malformed call or a lucky guess would come back in the policy."""
@@ -159,7 +162,7 @@ def test_of_a_problem_at_most_k_trajectories_are_kept_and_no_two_with_the_same_p
         collect.collect(config(keep=keep, samples=4), rows_of(1), rolled, tmp_path)
         found = load_conversations(str(tmp_path / "conversations.jsonl"))
         assert [c["messages"][0]["content"] for c in found] == list(kept)
-        assert found[0]["tools"] == [PythonTool.schema]
+        assert found[0]["tools"] == [PythonTool.described()]
     assert "4 episodes, 5 calls, 4 ran; 4 right" in capsys.readouterr().out
 
 
@@ -288,4 +291,4 @@ def test_data_py_is_the_door_to_it(tmp_path):
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and "1 conversations in made/conversations.jsonl" in ran.stdout, ran.stderr
     (found,) = load_conversations(str(tmp_path / "made"))
-    assert found["messages"][2] == {"role": "tool", "content": "7"}
+    assert found["messages"][2] == {"role": "tool", "content": "7", "name": "python"}

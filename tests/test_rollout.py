@@ -19,7 +19,8 @@ import rollout
 from chat import encode_prompt
 from notes import SearchNotes
 from policy import Policy, copy_weights, packed_row, sampler_copy
-from rollout import Sampler, random_key, run_agent, sample_tokens, uniforms
+from rollout import Sampler, run_agent
+from sampling import random_key, sample_tokens, uniforms
 from tools import PythonTool, ToolResult
 
 BARE = SimpleNamespace(eos_token_id=None)  # a tokenizer for runs on plain ids; the model's own end id stays
@@ -323,6 +324,9 @@ def world():
         dict(cache_tokens=128, block=4),  # rows are put back
         dict(cache_tokens=44, block=4),  # room for one row of the longest prompt and nothing else
         dict(cache_tokens=44, block=1, prefill=7, max_rows=6),
+        dict(graphs=True),
+        dict(graphs=True, max_rows=3, block=4),
+        dict(graphs=True, cache_tokens=128, block=4),
     ],
     ids=str,
 )
@@ -513,7 +517,7 @@ class scripted:
             return token, logp.gather(1, token[:, None])[:, 0]
 
         self.patch.setattr(rollout, "uniforms", note)
-        self.patch.setattr(rollout, "sample_tokens", pick)
+        self.patch.setattr(rollout, "draw_tokens", pick)
         return self
 
     def __exit__(self, *_):
@@ -629,7 +633,7 @@ class Echo:
 
     answer: object = "out:{}"
     ran: list[str] = field(default_factory=list)
-    schema = PythonTool.schema
+    schema = PythonTool.described()
 
     def submit(self, code: str) -> concurrent.futures.Future:
         self.ran.append(code)
@@ -820,6 +824,7 @@ def test_the_policy_cannot_set_the_limits_of_its_own_calls(episodes, monkeypatch
     the run nor lift a limit."""
     options = []
     tool = PythonTool.__new__(PythonTool)  # nothing is started: only what reaches the queue matters
+    tool.schema = PythonTool.described()
 
     def submit(self, code, *, stdin="", echo=True, timeout_s=None, cpu_s=None, max_chars=None):
         for limit in (timeout_s, cpu_s, max_chars):

@@ -96,14 +96,25 @@ def test_invalid_json_becomes_an_error_that_the_policy_can_repair(text):
 @pytest.mark.parametrize(
     "payload",
     """[1, 2]; 7; null; "text"; {}; {"name": "python"}; {"name": 3, "arguments": {"code": "1"}};
-    {"name": "python", "arguments": ["print(1)"]}; {"name": "python", "arguments": "print(1)"};
-    {"name": "python", "arguments": {}}; {"name": "python", "arguments": {"code": 5}};
-    {"name": "python", "arguments": {"code": null}};
-    {"name": "python", "arguments": {"program": "print(1)"}}""".split(";"),
+    {"name": "python", "arguments": ["print(1)"]}; {"name": "python", "arguments": "print(1)"}""".split(";"),
 )
 def test_unknown_shape_is_an_error(payload):
     """A list or number where an object belongs made parsers raise, which ended the run."""
     assert only_error(f"<tool_call>{payload}</tool_call>")
+
+
+@pytest.mark.parametrize("name", ["python", "code_interpreter"])
+@pytest.mark.parametrize("arguments", ["{}", '{"code": 5}', '{"code": null}', '{"program": "print(1)"}'])
+def test_arguments_that_the_schema_refuses_are_an_error_by_whatever_name_the_tool_is_called(name, arguments):
+    """The published models call the tool code_interpreter: what was checked for the name python was not."""
+    call = only_call(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
+
+    def tool(code):
+        raise AssertionError("it must not run")
+
+    tool.schema = PythonTool.described(name)
+    result = start_call(call, {name: tool}).result()
+    assert (result.status, result.output[:7]) == ("error", "Error: ") and "code" in result.output
 
 
 def test_drafts_inside_thinking_are_not_run():
@@ -466,7 +477,7 @@ def test_wrong_use_is_refused_with_the_value():
 
 
 def test_schema_names_the_function_and_its_argument():
-    function = PythonTool.schema["function"]
+    function = PythonTool.described()["function"]
     assert function["name"] == "python" and function["parameters"]["required"] == ["code"]
     assert "{}.{}".format(*sys.version_info) in function["description"]
 
