@@ -34,7 +34,7 @@ class Agents:
 
     def __init__(self, model, tokenizer, tool: PythonTool, config):
         self.tokenizer, self.tool, self.config = tokenizer, tool, config
-        self.tools = {tool.name: tool}  # the policy's; each has a schema
+        self.tools = {config.tool_name: tool}  # the policy's; each has a schema
         longest = min(config.max_prompt + config.max_new_tokens, model.config.max_position_embeddings)
         limits = config.max_rows, longest, config.cache_tokens
         how = dict(deterministic=config.deterministic, graphs=config.cuda_graphs)

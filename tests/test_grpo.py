@@ -21,7 +21,7 @@ from episodes import Agents, alarms, gather, measure
 from episodes import evaluate as evaluate_policy
 from policy import Policy, micro_batches, pack, packed_row
 from rollout import Trajectory
-from tools import ToolResult
+from tools import PythonTool, ToolResult
 
 INF, NAN = float("inf"), float("nan")
 
@@ -625,6 +625,46 @@ def test_a_right_answer_earns_one_and_a_wrong_one_minus_one_plus_a_tenth_a_round
     assert (kept["family"], kept["answer"], kept["prompt_index"], kept["sample_index"]) == ("mod", "16", 3, 1)
     assert kept["tool_results"] == [{"output": "16", "status": "ok", "seconds": 0.1, "stdout": ""}]
     json.dumps(kept)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (dict(lr=float("inf")), "--lr inf: take a finite number"),
+        (dict(kl=float("nan")), "--kl nan: take 0 or more"),
+        (dict(steps=0), "--steps 0: take more than 0"),
+        (dict(ratio="word"), "--ratio word: take token or sequence"),
+        (dict(tool_name=""), "--tool_name is empty"),
+        (
+            dict(preset="tiny", model="", tool_name="code_interpreter"),
+            "--tool_name code_interpreter: the laptop",
+        ),
+        (dict(clip_norm=float("inf"), stall=float("inf"), tis=float("inf")), ""),  # no bound, no watch
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_before_the_run(capsys, options, sentence):
+    config = replace(grpo.Config(), **dict(preset="x", model="m", data="d") | options)
+    if not sentence:
+        assert grpo.check(config) is None
+        return
+    with pytest.raises(SystemExit):
+        grpo.check(config)
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_policy_reads_and_calls_the_tool_by_its_name(tokenizer):
+    """The published models were cold-started on calls of code_interpreter: asked for python, they are told at
+    every call that there is no such tool."""
+    hf = small_model("qwen3", vocab_size=len(tokenizer), num_hidden_layers=2)
+    tool = SimpleNamespace(schema=PythonTool.described("code_interpreter"))
+    agents = Agents(hf, tokenizer, tool, settings(max_prompt=2000, tool_name="code_interpreter"))
+    asked = tokenizer.decode(
+        agents.prompt(Problem([{"role": "user", "content": "q"}], "16", "math", "mod", "p"))
+    )
+    assert '"name": "code_interpreter"' in asked and '"name": "python"' not in asked
+    assert list(agents.tools) == ["code_interpreter"]
+    for preset in ("qwen3-4b", "qwen2.5-7b"):
+        assert grpo.PRESETS[preset]["tool_name"] == "code_interpreter"
 
 
 def test_training_samples_from_the_whole_law(tokenizer):
