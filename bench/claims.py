@@ -1,7 +1,7 @@
 """The paper's observations on a laptop: each as arms of the laptop run, three seeds, one table (2510.11701).
 
     python bench/claims.py                       # every claim; two runs side by side, a few minutes each
-    python bench/claims.py clip recipe           # these; --seeds 0 1 2 --steps 32 --out runs/claims
+    python bench/claims.py clip recipe           # these; --seeds 0 1 2 --steps 20 --out runs/claims
     python bench/claims.py --tables              # only the tables and figures of what has been run
 
 An arm is the laptop run of grpo.py with other options or in another small world: another scripted teacher, or
@@ -37,8 +37,8 @@ def stitched(tiny, usual, rng):
 
 
 def scarce(tiny, usual, rng):
-    """The usual teacher, who in nineteen of twenty conversations guesses instead of calling."""
-    call = rng.random() < 0.05
+    """The usual teacher, who in two of three conversations guesses instead of calling."""
+    call = rng.random() < 1 / 3
     while True:
         question, turns = usual(rng)
         if (len(turns) > 1) == call:
@@ -75,7 +75,7 @@ WORLDS = {w.__name__: w for w in (stitched, scarce, rambling, deliberative, reac
 # ---- the arms ----------------------------------------------------------------------------------------------
 
 # claim: (what the paper saw, {arm: (world, problems to train on, changed settings)})
-CLIP = dict(mini_batches=8, old_logp="trainer", lr=8e-4)
+CLIP = dict(mini_batches=8, old_logp="trainer")
 LONG = dict(max_new_tokens=150)
 CLAIMS = {
     "cold start": (
@@ -171,18 +171,19 @@ def sometimes_right(cold: Path, problems: list) -> list:
 # ---- tables and figures ------------------------------------------------------------------------------------
 
 
-def rows(out: Path) -> list[dict]:
+def rows(out: Path, steps: int) -> list[dict]:
     file = out / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row for row in found if row["step"] <= steps]
 
 
-def table(claim: str, arms: dict, out: Path, seeds: list[int]) -> None:
+def table(claim: str, arms: dict, out: Path, seeds: list[int], steps: int) -> None:
     """One line an arm: means over the seeds, and the seeds' range in brackets."""
     print(f"\n### {claim}\n\nPaper: {CLAIMS[claim][0]}.\n")
     print("| arm | seeds | right before | after | half right at step | tool used, calls | calls that ran "
           "| tokens, cut off | mean entropy |\n" + "|---" * 9 + "|")  # fmt: skip
     for arm in arms:
-        runs = [r for s in seeds if len(r := rows(out / name(claim, arm, s))) > 1]
+        runs = [r for s in seeds if len(r := rows(out / name(claim, arm, s), steps)) > 1]
         if not runs:
             continue
 
@@ -207,7 +208,7 @@ def table(claim: str, arms: dict, out: Path, seeds: list[int]) -> None:
         )
 
 
-def figure(out: Path, seeds: list[int], file: Path) -> None:
+def figure(out: Path, seeds: list[int], file: Path, steps: int) -> None:
     """Right answers on unseen problems by step, one panel a claim: mean line, the seeds' range shaded."""
     import matplotlib
 
@@ -220,7 +221,7 @@ def figure(out: Path, seeds: list[int], file: Path) -> None:
             curves = [
                 [
                     (r["step"], r["eval/correct"])
-                    for r in rows(out / name(claim, arm, s))
+                    for r in rows(out / name(claim, arm, s), steps)
                     if "eval/correct" in r
                 ]
                 for s in seeds
@@ -260,7 +261,7 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", choices=[[], *CLAIMS], help="claims; none: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=32, help="steps of an arm")
+    parser.add_argument("--steps", type=int, default=20, help="steps of an arm")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"))
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time, one thread each")
     parser.add_argument("--tables", action="store_true", help="run nothing")
@@ -277,7 +278,7 @@ def main() -> None:
     jobs = {name(c, arm, s): (c, arm, s) for s in args.seeds for c, arms in claims.items() for arm in arms}
 
     def run(folder: str) -> None:
-        done = [r["step"] for r in rows(args.out / folder)]
+        done = [r["step"] for r in rows(args.out / folder, args.steps)]
         if done and done[-1] >= args.steps:
             return
         arm = [str(x) for x in jobs[folder]]
@@ -304,8 +305,8 @@ def main() -> None:
             with ThreadPoolExecutor(args.side_by_side) as threads:
                 list(threads.map(run, mine))
     for claim, arms in claims.items():
-        table(claim, arms, args.out, args.seeds)
-    figure(args.out, args.seeds, args.out / "claims.png")
+        table(claim, arms, args.out, args.seeds, args.steps)
+    figure(args.out, args.seeds, args.out / "claims.png", args.steps)
 
 
 if __name__ == "__main__":
