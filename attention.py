@@ -9,8 +9,8 @@ Axis letters: N tokens of the row, B sequences in it, Hq / Hkv query and key hea
 table, S tokens a block, H hidden size.
 
 Left out: kernels of our own. On CPU attention is torch's SDPA, a call for a few decoding rows and one for
-each other sequence; on CUDA it is one call of torch's varlen_attn. To copy into another project: needs torch
-and transformers (5 or later), and nothing else of this folder.
+each other sequence; on CUDA, in half precision, one call of torch's varlen_attn. To copy into another
+project: needs torch and transformers (5 or later), and nothing else of this folder.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
+_PAGED = varlen_attn is not None and "block_table" in inspect.signature(varlen_attn).parameters
 
 
 def keep_freed_memory() -> None:
@@ -45,22 +46,36 @@ def keep_freed_memory() -> None:
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor does (AVX512-BF16, AMX). Else torch multiplies number by number, 7 to 9 times
+    slower than in float32."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 @contextlib.contextmanager
 def packed_weights(model):
-    """Within it, linear layers of a bfloat16 model on CPU use copies of their weights, ordered as the matrix
-    unit reads them: without, each product reorders them again, a third of its time at 32 rows. Made anew
+    """Within it, linear layers of a bfloat16 model on CPU use copies of their weights: ordered as the matrix
+    unit reads them, since each product orders them again otherwise, a third of its time at 32 rows; or, where
+    the processor does not multiply bfloat16, in float32, the result rounded as such a unit would. Made anew
     each time, so they are never those of an older step. Other models stay as they are."""
-    layers, can = [], torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if can and model.device.type == "cpu":
+    layers = []
+    if model.device.type == "cpu":
         layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.bfloat16]
+    unit = multiplies_bfloat16() if layers else False
 
     def linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        if unit:
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return F.linear(x.float(), weight, bias).to(x.dtype)
 
     try:
         for layer in layers:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-            layer.forward = functools.partial(linear, packed, layer.bias)
+            weight, bias = layer.weight.detach(), layer.bias
+            if unit:
+                weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+            else:
+                weight, bias = weight.float(), None if bias is None else bias.float()
+            layer.forward = functools.partial(linear, weight, bias)
         yield
     finally:
         for layer in layers:
@@ -140,12 +155,7 @@ class Segments:
         self.spans = list(
             zip((ends - new).tolist(), ends.tolist(), past.tolist())
         )  # (from, to, past) of each
-        if torch.device(device).type == "cuda":
-            total = new + past
-            edges = F.pad(torch.stack([ends, total.cumsum(0)]), (1, 0)).int()
-            self.q_edges, self.k_edges = edges.to(device)  # [B+1] each
-            self.q_max, self.k_max, self.total = int(new.max()), int(total.max()), total.int().to(device)
-            self.block_table = tables.int().to(device) if cache else None
+        self.new, self.past, self.biases = new, past, {}
         self.ragged = range(len(new))  # sequences that take an attention call of their own
         self.single = []  # sequences with one new token, those with most keys first
         if cache:
@@ -154,7 +164,6 @@ class Segments:
             self.ragged = torch.nonzero(new != 1)[:, 0].tolist()
             self.single = torch.nonzero(new == 1)[:, 0]
             self.single = self.single[past[self.single].argsort(descending=True, stable=True)]
-            self.past, self.biases = past, {}
 
     @classmethod
     def decoding(cls, past: Tensor, tables: Tensor, cache: Blocks) -> "Segments":
@@ -165,10 +174,19 @@ class Segments:
         seg.slot = tables[rows, past // cache.size] * cache.size + past % cache.size
         seg.last, seg.single, seg.ragged, seg.biases = rows, rows, [], {}
         seg.pieces, seg.gathered = [(0, len(past), tables, past[:, None])], (None, None)
-        seg.q_edges = torch.arange(len(past) + 1, dtype=torch.int32, device=past.device)
-        seg.q_max, seg.k_max, seg.k_edges = 1, tables.shape[1] * cache.size, None
-        seg.total, seg.block_table = past.int() + 1, tables.int()
+        edges, width = torch.arange(len(past) + 1, dtype=torch.int32, device=past.device), tables.shape[1]
+        width *= cache.size  # of every table, as the longest sequence is known to the device alone
+        seg.flash = (edges, edges * width, 1, width), (past.int() + 1, tables.int())
         return seg
+
+    @functools.cached_property
+    def flash(self) -> tuple[tuple, tuple]:
+        """For the CUDA body, int32: where each sequence begins among queries and among keys [B+1], and
+        the longest of each; the keys of each sequence [B] and its blocks [B, M]."""
+        device, total = self.position.device, self.new + self.past
+        edges = F.pad(torch.stack([self.new.cumsum(0), total.cumsum(0)]), (1, 0)).int().to(device)
+        blocks = self.tables.int().to(device) if self.cache else None
+        return (*edges, int(self.new.max()), int(total.max())), (total.int().to(device), blocks)
 
     @functools.cached_property
     def pieces(self) -> list[tuple[int, int, Tensor, Tensor]]:
@@ -214,22 +232,17 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scaling: float, slidi
     """The CUDA body, not yet run on a GPU: one call for all sequences of the row, their old keys included.
 
     q [N, Hq, D]; k, v [N, Hkv, D] or the blocks of the cache -> [N, Hq, D], or None if nothing here serves
-    it. num_splits=1: split attention over blocks has returned NaN (pytorch/torchtitan#3235).
+    it. num_splits=1: split attention over blocks has returned NaN (pytorch/torchtitan#3235). The keys' edges
+    are not read beside a block table, but FlashAttention 2, torch's default, wants them.
     """
-    window = (sliding_window - 1 if sliding_window else -1, 0)
-    if varlen_attn and "block_table" in inspect.signature(varlen_attn).parameters:
-        edges, paged = seg.k_edges, {}
-        if seg.cache:
-            edges, paged = None, {"seqused_k": seg.total, "block_table": seg.block_table, "num_splits": 1}
-        return varlen_attn(
-            q, k, v, seg.q_edges, edges, seg.q_max, seg.k_max, scale=scaling, window_size=window,
-            enable_gqa=True, **paged,
-        )  # fmt: skip
+    edges, (total, blocks) = seg.flash
+    # a single query is its sequence's last token: without the bound, query heads that share keys go together
+    window = (sliding_window - 1 if sliding_window else -1, 0 if edges[2] > 1 else -1)
+    if _PAGED:
+        paged = {"seqused_k": total, "block_table": blocks, "num_splits": 1} if seg.cache else {}
+        return varlen_attn(q, k, v, *edges, scale=scaling, window_size=window, enable_gqa=True, **paged)
     if flash_attn_varlen_func and not seg.cache:
-        return flash_attn_varlen_func(
-            q, k, v, seg.q_edges, seg.k_edges, seg.q_max, seg.k_max, softmax_scale=scaling, causal=True,
-            window_size=window,
-        )  # fmt: skip
+        return flash_attn_varlen_func(q, k, v, *edges, softmax_scale=scaling, causal=True, window_size=window)
     warnings.warn(
         "attention by SDPA, slow and large for long rows; torch 2.12 brings a better one", stacklevel=2
     )

@@ -33,7 +33,7 @@ from chat import encode_prompt
 from config import Config as RunConfig
 from data import Problem, check_values, fail, load_rows, parse_args
 from episodes import Agents
-from run import make_folder, open_run, run_script, write_whole
+from run import make_folder, open_run, read_rows, run_script, write_rows, write_whole
 from sampling import random_key
 from terminal import clock
 from tool_calls import mismatch, parse_tool_calls
@@ -116,15 +116,17 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
     fit = [r for r in rows if len(encode_prompt(tokenizer, r[1].messages, schema)) <= config.max_prompt]
     if rank == 0 and len(fit) < len(rows):
         print(f"{len(rows) - len(fit)} problems left out, their prompts exceed --max_prompt")
+    if not fit:
+        fail(f"every prompt of --data {config.data} exceeds --max_prompt {config.max_prompt}; raise it")
     file = out / "rollouts.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []  # a kill leaves half a line
-    stored = {row["problem"]: row for row in map(json.loads, lines)}
+    lines = read_rows(file)
+    stored = {row["problem"]: row for row in lines}
     for i, (_, problem) in enumerate(fit):
         if i in stored and stored[i]["id"] != problem.id:
             fail(f"{file} has {stored[i]['id']} as problem {i}, --data {problem.id}; give another --out")
     dist.barrier()
     if rank == 0:
-        write_whole(file, "".join(line + "\n" for line in lines))
+        write_rows(file, lines)
     chunks = [range(at, min(at + config.chunk, len(fit))) for at in range(0, len(fit), config.chunk)]
     missing = [chunk for chunk in chunks if not stored.keys() >= set(chunk)]
     names = {field.name for field in fields(RunConfig)}
@@ -168,7 +170,7 @@ def filter_problems(config: Config, rows, rolled: list[dict], out: Path) -> None
             kept[difficulty].append({**row, "pass_rate": rate, "difficulty": difficulty})
     (out / "problems").mkdir(exist_ok=True)
     for difficulty, some in kept.items():
-        write_whole(out / "problems" / f"{difficulty}.jsonl", "".join(json.dumps(r) + "\n" for r in some))
+        write_rows(out / "problems" / f"{difficulty}.jsonl", some)
     bins = Counter(sum(row["correct"]) for row in rolled)
     histogram = {f"{n}/{config.samples}": bins[n] for n in range(config.samples + 1)}
     table = {"problems": len(rows), **{k: len(v) for k, v in kept.items()}, "right episodes": histogram}
@@ -187,7 +189,7 @@ def collect(config: Config, rows, rolled: list[dict], out: Path) -> None:
         right, usable = right + sum(row["correct"]), usable + len(row["conversations"])
         for messages in list(reversed(different.values()))[: config.keep]:
             found.append({"messages": messages, "tools": tools, "id": problem.id, "family": problem.family})
-    write_whole(out / "conversations.jsonl", "".join(json.dumps(c) + "\n" for c in found))
+    write_rows(out / "conversations.jsonl", found)
     calls, ran = (sum(row[key] for row in rolled) for key in ("calls", "ran"))
     episodes = len(rolled) * config.samples
     print(f"{episodes} episodes, {calls} calls, {ran} ran; {right} right, {usable} of these "
@@ -260,7 +262,7 @@ def main(argv: list[str]) -> None:
         make_folder(out)
         with PythonTool(name=c.tool_name) as tool:
             found, left_out = stitch(rows, tool)
-        write_whole(out / "conversations.jsonl", "".join(json.dumps(f) + "\n" for f in found))
+        write_rows(out / "conversations.jsonl", found)
         print(f"{len(found)} conversations in {out / 'conversations.jsonl'}", end="")
         print("".join(f", {n} left out ({why})" for why, n in left_out.items()))
         return

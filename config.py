@@ -40,7 +40,7 @@ class Config:
     resample: int = 0  # times that groups of equal rewards are replaced by other problems (DAPO); 0: never
     old_logp: str = "trainer"  # pi_old: the trainer's own log-probs (one more pass), or the sampler's
     tis: float = 0.0  # cap of the importance weight trainer / sampler (truncated correction); 0: off
-    tool_reward: bool = True  # wrong answers earn 0.1 a tool round, -1 to -0.6 (can be farmed: see README)
+    tool_reward: bool = True  # wrong answers earn 0.1 a tool round, -1 to -0.6; a weak policy can farm it
     max_prompt: int = 2560  # tokens of a prompt; problems with a longer one are left out
     max_new_tokens: int = 20480  # tokens after the prompt, the tool's text included
     overlong_buffer: int = 4096  # last tokens of max_new_tokens, over which the penalty rises to 1
@@ -51,7 +51,7 @@ class Config:
     tool_seconds: float = 30.0  # wall clock of a tool call
     tool_memory: int = 2048  # MB of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
-    tool_workers: int = 0  # tool calls at the same time on a rank; 0: as many as cores
+    tool_workers: int = 0  # tool calls at the same time on a rank; 0: its share of the cores, at least 2
     sandbox: str = "namespaces"  # of the tool; "bwrap": the same inside bubblewrap, which hides your files
     max_rows: int = 128  # trajectories that decode together on a rank
     cache_tokens: int | None = None  # tokens of a rank's KV cache; none: what max_rows need and memory allows
@@ -121,6 +121,8 @@ def check(c: Config) -> None:
          f"--clip_low {c.clip_low} --clip_high {c.clip_high}: take 0 to 1, and 0 or more"),
         (c.cache_tokens is not None and c.cache_tokens < c.max_prompt + c.max_new_tokens,
          f"--cache_tokens {c.cache_tokens}: one trajectory may have {c.max_prompt + c.max_new_tokens}"),
+        (c.tool_seconds + 10 > c.stall,
+         f"--stall {c.stall:g}: a tool call may take --tool_seconds {c.tool_seconds:g}; take 10 more"),
         (c.tis and c.old_logp == "sampler", "--tis corrects the trainer's pi_old: add --old_logp trainer"),
         (not 0 <= c.overlong_buffer <= c.max_new_tokens,
          f"--overlong_buffer {c.overlong_buffer}: take 0 to --max_new_tokens {c.max_new_tokens}"),

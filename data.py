@@ -25,7 +25,7 @@ import typing
 import zlib
 from pathlib import Path
 
-from reward import extract_boxed
+from reward import call_arguments, extract_boxed
 
 EVAL = "hf://datasets/Gen-Verse/Open-AgentRL-Eval"
 LIVECODEBENCH = "hf://datasets/livecodebench/code_generation_lite"  # this copy brings the hidden tests
@@ -191,6 +191,11 @@ def _tests(found: dict) -> dict:
             raise NotImplementedError("its test_code is more than assert candidate(...) == value") from None
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
         raise ValueError("code tests need inputs and outputs, two lists of one length that is not 0")
+    try:
+        for given in inputs if name else []:
+            call_arguments(given)
+    except ValueError as reason:  # in the middle of training it would end the run
+        raise NotImplementedError(str(reason)) from None
     return {"inputs": inputs, "outputs": outputs} | ({"fn_name": name} if name else {})
 
 

@@ -15,7 +15,6 @@ copy into another project take attention.py along.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from attention import Blocks, Segments, trunk
 
@@ -39,7 +38,8 @@ class DecodeStep:
         self.ids = torch.zeros(rows, dtype=torch.long, device=device)
         self.drawn = torch.zeros(2, rows, dtype=torch.float64, device=device)  # tokens, log-probs
         # in pinned memory, of two steps: one is read or filled while the device uses the other
-        self.staged = [self._host(self.places, self.uniform, self.ids, self.drawn) for _ in range(2)]
+        used = (self.places, self.uniform, self.ids, self.drawn)
+        self.staged = [[torch.zeros(t.shape, dtype=t.dtype, pin_memory=cuda) for t in used] for _ in range(2)]
         self.turn, self.unread, self.graph = 0, 0, None
         if cuda:
             aside = torch.cuda.Stream()
@@ -51,10 +51,6 @@ class DecodeStep:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, pool=pool):
                 self._compute()
-
-    @staticmethod
-    def _host(*like: Tensor) -> list[Tensor]:
-        return [torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in like]
 
     def _compute(self) -> None:
         seg = Segments.decoding(self.places[:, 0], self.places[:, 1:], self.blocks)

@@ -18,6 +18,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from chat import encode_prompt
@@ -83,7 +84,11 @@ class Agents:
             **{f"time/{k}": v for k, v in self.sampler.stats.items() if isinstance(v, float)},
             "time/reward": time.perf_counter() - sampled,
         }
-        return gather(episodes)
+        found = gather(episodes)
+        slowest = torch.tensor([*self.seconds.values()], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # the others wait for it
+        self.seconds = dict(zip(self.seconds, slowest.tolist()))
+        return found
 
     def reward(self, t: Trajectory, problem) -> dict:
         """The episode as it is stored: the trajectory, whether its answer is right, its reward and parts."""
@@ -91,10 +96,11 @@ class Agents:
         right = outcome(problem.kind, t.answer(self.tokenizer), problem.answer, self.tool) == 1.0
         base, rounds = (1.0 if right else -1.0), max(0, len(t.turns()) - 1)
         length = len(t.ids) - t.prompt_len  # the tool's tokens count
+        room = max(0, min(c.max_new_tokens, self.sampler.max_len - t.prompt_len))  # so much had it
         parts = {
             "correct": base,
             "tool": tool_shaping(right, rounds) - base if c.tool_reward else 0.0,
-            "overlong": overlong_penalty(length, c.max_new_tokens, c.overlong_buffer),
+            "overlong": overlong_penalty(length, room, min(c.overlong_buffer, room)),
         }
         return {
             **vars(t),

@@ -28,11 +28,11 @@ import math_equal
 import reward
 import tiny
 from chat import encode_prompt
-from data import Problem, fail, load_problems, parse_args
+from data import Problem, check_values, fail, load_problems, parse_args
 from episodes import mean_interval
-from policy import init_process_group, load
+from policy import compute_dtype, init_process_group, load
 from rollout import Sampler, Trajectory, run_agent
-from run import make_folder, run_script, write_whole
+from run import make_folder, read_rows, run_script, write_rows, write_whole
 from terminal import clock
 from tools import PythonTool, bubblewrap
 
@@ -51,7 +51,7 @@ class Config:
     max_new_tokens: int = 20480  # tokens after the prompt, those of tool results included
     max_turns: int = 16  # turns of the policy; a call in the last one is not run
     seed: int = 0  # of the samples
-    dtype: str = "auto"  # float32 or bfloat16; auto = float32 on CPU, bfloat16 on GPU
+    dtype: str = ""  # of compute: float32 or bfloat16; empty: float32 on CPU, bfloat16 on GPU
     tool_name: str = "python"  # what the model calls the tool by; code_interpreter for the paper's models
     tool_seconds: float = 30.0  # wall clock of a tool call
     tool_memory: int = 2048  # MB of a tool call
@@ -145,12 +145,11 @@ def print_table(title: str, table: dict) -> None:
 
 def merge(out: Path) -> list[dict]:
     """Every sample of the folder, of all ranks and from before a kill, into samples.jsonl: sorted, once."""
-    texts = [file.read_text() for file in sorted(out.glob("samples*.jsonl"))]
-    lines = [line for text in texts for line in text.split("\n")[:-1]]  # a kill leaves half a line
-    rows = map(json.loads, reversed(lines))  # of two rows the one that was there first stays
-    unique = {(not row["tool"], row["problem"], row["sample"]): row for row in rows}
+    found = [row for file in sorted(out.glob("samples*.jsonl")) for row in read_rows(file)]
+    # of two rows the one that was there first stays
+    unique = {(not row["tool"], row["problem"], row["sample"]): row for row in reversed(found)}
     rows = [unique[key] for key in sorted(unique)]
-    write_whole(out / "samples.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(out / "samples.jsonl", rows)
     for file in out.glob("samples.rank*.jsonl"):
         file.unlink()
     return rows
@@ -234,21 +233,18 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
 def main(argv: list[str] | None = None) -> None:
     cfg = parse_args(Config, argv)
     rank, ranks, device = init_process_group()
+    whole = [name for name, value in vars(cfg).items() if type(value) is int and name != "seed"]
+    kinds = {"dtype": ("", "float32", "bfloat16")}
+    check_values(cfg, " ".join([*whole, "tool_seconds", "top_p"]), "temperature", kinds)
     try:
-        for name, value in vars(cfg).items():
-            if type(value) is int and value < 1 and name != "seed":
-                raise ValueError(f"--{name} is {value}; it must be at least 1")
-        if not cfg.temperature >= 0 or not 0 < cfg.top_p <= 1 or not cfg.tool_seconds > 0:
-            raise ValueError("--temperature must be 0 or more, --top_p in (0, 1], --tool_seconds more than 0")
+        if cfg.top_p > 1:
+            raise ValueError(f"--top_p {cfg.top_p}: take a share, at most 1")
         if cfg.both and not cfg.tool:
             raise ValueError("--both and --no-tool contradict each other; leave one out")
         if cfg.temperature == 0 and cfg.samples > 1:
             raise ValueError(f"--temperature 0 would give {cfg.samples} times the same sample; --samples 1?")
-        if cfg.dtype == "auto":
-            cfg.dtype = "float32" if device == "cpu" else "bfloat16"
+        cfg.dtype = str(compute_dtype(cfg.dtype, device)).removeprefix("torch.")
         bubblewrap(cfg.sandbox)
-        if cfg.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"--dtype is {cfg.dtype}; choose auto, float32 or bfloat16")
         problems = {}
         for tool in [True, False] if cfg.both else [cfg.tool]:
             built_in = tiny.problems("test", cfg.limit or 200) if cfg.data == "tiny" else None

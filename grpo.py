@@ -7,7 +7,8 @@
 
 One step: sample a group of trajectories of each prompt, with the tool (rollout.py); reward them (reward.py);
 
-    r_i  = +1 right, -1 wrong; down by up to 1 in the last `overlong_buffer` tokens     R: overlong shaping
+    r_i  = +1 right, -1 wrong; with tool_reward wrong earns 0.1 a tool round, to -0.6   2510.11701 eq. 8
+           down by up to 1 in the last `overlong_buffer` tokens                         R: overlong shaping
     A_i  = (r_i - mean(r_group)) / (std(r_group) + 1e-6)                                GRPO 2402.03300 eq. 3
     loss = mean over all policy tokens of the optimizer batch of                        T: token-level loss
            max(-A_i ratio, -A_i clip(ratio, 1 - 0.2, 1 + 0.28))                         C: clip higher
@@ -38,7 +39,7 @@ from config import PRESETS, Config, check
 from data import fail, load_problems, parse_args
 from episodes import Agents, alarms, evaluate, measure
 from loss import group_advantages, kl_estimate, loss_weights, policy_loss
-from run import Log, Stop, checkpoint, latest, listen, open_run, restore, run_script, write_report
+from run import Log, Stop, checkpoint, latest, listen, open_run, read_rows, restore, run_script, write_report
 from sampling import random_key
 from terminal import clock, live, show, split, watch
 from tools import PythonTool
@@ -175,7 +176,9 @@ def update(
             sums["trained"] += row["mask"].sum()
             if keep:
                 note(row, "ratio", (logp.detach() - old).clamp(-20, 20).exp())
-        norm = net.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = net.full(total)
         bad = (~torch.isfinite(norm + sums["policy/loss"])).float()  # a NaN loss may have a gradient of 0
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)  # so that all ranks look for the place together
         if bad:
@@ -184,6 +187,7 @@ def update(
                 f"{broken(policy, rows)}; the last checkpoint is whole: "
                 f"start from it in a new --out with a lower --lr than {config.lr}"
             )
+        torch.nn.utils.clip_grads_with_norm_(policy.parameters(), config.clip_norm, total)
         optimizer.step()
         optimizer.zero_grad()
         norms.append(norm.item())
@@ -292,7 +296,7 @@ def main(config: Config) -> None:
 def train(config: Config, out: Path, tool: PythonTool, device: str, began: float) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     first, folder = latest(out)
-    done = json.loads((out / "metrics.jsonl").read_text().split("\n")[-2]) if folder else {}
+    done = read_rows(out / "metrics.jsonl")[-1] if folder else {}
     if first > config.steps or first == config.steps and ("eval/correct" in done or not config.eval_every):
         if rank == 0 and not (out / "report.html").exists():  # killed while it was written
             write_report(out)
@@ -306,7 +310,8 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
         loaded = net.load(config.model) if config.model else None
     except ValueError as error:
         fail(str(error))
-    may_change = "steps threads sandbox stall out tracker show_every save_every keep store_every"
+    may_change = "steps threads sandbox stall out tracker show_every save_every keep store_every "
+    may_change += "cache_tokens max_rows tokens_per_row offload cuda_graphs tool_workers"  # the last bits may
     open_run(out, asdict(config), set(may_change.split()))
     if not loaded:  # the laptop run: a cold start by sft.py, then on from its folder as from any other model
         cold = out / "cold_start"

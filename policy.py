@@ -25,7 +25,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from attention import Blocks, Segments, trunk
+from attention import Blocks, Segments, multiplies_bfloat16, trunk
+from chat import turn_marks
 from data import fail
 
 try:  # Hugging Face's package of the same name hides our plain folder: add it to that package's path
@@ -69,7 +70,22 @@ def load(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
             module.p = 0.0
     model.config.attention_dropout = 0.0
     audit(model)
+    if tokenizer.chat_template:
+        stop_at_the_end_of_a_turn(model, tokenizer)
     return model.eval(), tokenizer
+
+
+def stop_at_the_end_of_a_turn(model, tokenizer) -> None:
+    """Add the token by which the chat template ends a turn to those that end generation: base models (of
+    Qwen2.5, Qwen3) have a template, but end with the document. Saved with the model."""
+    try:
+        end = tokenizer.convert_tokens_to_ids(turn_marks(tokenizer)[1])
+    except ValueError:
+        return  # a template that marks no turns: sft.py and the tool's turns refuse it themselves
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if end not in [*ends, tokenizer.eos_token_id]:
+        model.generation_config.eos_token_id = [*ends, end]
 
 
 SERVED = "Qwen2, Qwen3 (dense), Llama 3, SmolLM 2 and 3, Mistral, Gemma 3 (text), OLMo 2 and 3"
@@ -263,7 +279,8 @@ def take_turns(n: int):
 
 
 def set_threads(threads: int, ranks: int) -> int:
-    """Give this rank `threads` CPU threads, or for 0 its share of the cores; returns the share."""
+    """Give this rank `threads` CPU threads, or for 0 its share of its node's cores; returns the share."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(1, cores // ranks)
     torch.set_num_threads(threads or share)
@@ -287,6 +304,8 @@ def shard(
         policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.train()  # checkpointing is silently off in eval mode; dropout is 0, so nothing else differs
     compute = compute_dtype(dtype, device)
+    if device == "cpu" and compute == torch.bfloat16 and not multiplies_bfloat16() and not dist.get_rank():
+        print("this processor does not multiply bfloat16: --dtype float32 trains faster on it", flush=True)
     if dist.get_world_size() == 1 and device == "cpu":
         if compute != torch.float32:  # FSDP would do the same, slower
             policy.forward = torch.autocast("cpu", compute)(policy.forward)

@@ -183,16 +183,22 @@ def _shared_tool():
     return PythonTool()
 
 
+def call_arguments(given) -> str:
+    """The arguments of a test as a JSON list. ValueError: neither a list nor text with a value a line."""
+    try:
+        if isinstance(given, str):
+            given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        if isinstance(given, list | tuple):
+            return json.dumps(given)
+    except (ValueError, TypeError):
+        pass
+    raise ValueError(f"{str(given)[:80]!r} is no list of arguments, nor one JSON value a line")
+
+
 def _passes(program: str, given, expected, name: str | None, timeout_s: float, tool) -> bool:
     stdin, wanted = ("\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, expected))
     if name:
-        try:
-            read = map(json.loads, filter(str.strip, given.splitlines())) if isinstance(given, str) else given
-            stdin = json.dumps(list(read))
-        except (ValueError, TypeError):
-            raise ValueError(
-                f"{str(given)[:80]!r} is no list of arguments, nor one JSON value a line"
-            ) from None
+        stdin = call_arguments(given)
     mark = secrets.token_hex(8)  # stands before the function's value; the program cannot know it beforehand
     code = _PRELUDE + (_CALL if name else _RUN).format(program=program, name=name, mark=mark)
     # cpu_s is the limit that counts; the wall is for programs that sleep or wait, and for a crowded machine

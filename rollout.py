@@ -124,6 +124,8 @@ class Sampler:
         if cache_tokens is None:
             one = Blocks(model.config, 1, 1, dtype)
             bytes_a_token = 2 * one.k.numel() * one.k.element_size()
+            if not cpu:
+                torch.cuda.empty_cache()
             memory = 4e9 if cpu else 0.5 * torch.cuda.mem_get_info(model.device)[0]
             cache_tokens = min(max_rows * self.max_len, int(memory / bytes_a_token))
         self.blocks = Blocks(model.config, -(-cache_tokens // size) + 1, size, dtype, model.device)
@@ -139,9 +141,11 @@ class Sampler:
         # graphs, decode holds what it takes to sample its tokens and to note them, too
         self.stats = {}
 
+    @torch.inference_mode()
     def generate(
-        self, prompts, n=1, max_new_tokens=512, temperature=1.0, top_p=1.0, top_k=0, seed=0, indices=None
-    ) -> list[Trajectory]:
+        self, prompts, n=1, max_new_tokens=512, temperature=1.0, top_p=1.0, top_k=0, seed=0, indices=None,
+        respond=None, follow=None,
+    ) -> list[Trajectory]:  # fmt: skip
         """n samples of each prompt (a list of ids), until a stop id or length; sample j of prompt i at i*n+j.
 
         max_new_tokens bounds what comes after the prompt, max_len the whole; a prompt that leaves no room
@@ -149,15 +153,9 @@ class Sampler:
         ...). temperature 0 is greedy. Raises ValueError for an empty prompt and for one that could never fit
         into the cache.
         prompts and indices may be iterators: the next prompt is then drawn when a row's place is free.
+        For agents (run_agent): at the end of a turn respond(row) gives the futures to wait for ([]: the
+        trajectory is over), and when they are done follow(row, results) gives the ids that come next.
         """
-        return self.run(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices)
-
-    @torch.inference_mode()
-    def run(
-        self, prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond=None, follow=None
-    ) -> list[Trajectory]:
-        """The scheduler. At the end of a turn respond(row) gives the futures to wait for ([]: the trajectory
-        is over), and when they are done follow(row, results) gives the ids that come next."""
         if n < 1 or max_new_tokens < 0 or temperature < 0 or not 0 < top_p <= 1 or top_k < 0:
             raise ValueError(
                 f"n {n}, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}, "
@@ -217,6 +215,7 @@ class Sampler:
         finally:  # after an error too, no block is lost
             for row in self.running:
                 self.blocks.release(row.table)
+            self.take_prompt = self.respond = self.follow = None  # they hold this sampler, and so its cache
         return trajectories
 
     def _shares(self, row: Row) -> bool:
@@ -510,4 +509,5 @@ def run_agent(
     def follow(row: Row, results: list[ToolResult]) -> list[int]:
         return turn.encode([result.output for result in results], row.called)
 
-    return sampler.run(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices, respond, follow)
+    law = (n, max_new_tokens, temperature, top_p, top_k)
+    return sampler.generate(prompts, *law, seed, indices, respond, follow)

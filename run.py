@@ -159,6 +159,16 @@ def write_whole(file: Path, text: str) -> None:
     part.rename(file)
 
 
+def write_rows(file: Path, rows) -> None:
+    """JSON lines, whole or not at all."""
+    write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(file: Path) -> list[dict]:
+    """Of a file that grows line by line; a kill leaves half a line at its end. [] if there is none."""
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
 class Log:
     """metrics.jsonl: one row a step. Rows after the checkpoint that a run continues from are dropped.
 
@@ -166,12 +176,10 @@ class Log:
     """
 
     def __init__(self, out: Path, last_step: int, tracker: str = "", settings: dict | None = None):
-        self.file, self.rows = out / "metrics.jsonl", []
-        if self.file.exists():
-            lines = self.file.read_text().split("\n")[:-1]  # the kill cut off what follows the last line end
-            self.rows = [row for row in map(json.loads, lines) if row["step"] <= last_step]
+        self.file = out / "metrics.jsonl"
+        self.rows = [row for row in read_rows(self.file) if row["step"] <= last_step]
         if dist.get_rank() == 0:
-            write_whole(self.file, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_rows(self.file, self.rows)
         self.track = None
         if tracker and dist.get_rank() == 0:
             new = not (out / tracker).exists()
@@ -194,7 +202,7 @@ class Log:
         if self.track:
             self.track({k: v for k, v in numbers(row).items() if k not in known}, row["step"])
         if again:
-            write_whole(self.file, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_rows(self.file, self.rows)
         else:
             with self.file.open("a") as f:
                 f.write(json.dumps(row) + "\n")

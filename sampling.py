@@ -50,7 +50,7 @@ def sample_tokens(
     """(token [B] int64, logprob [B] float32) from logits [B, V] and uniform [B]; top_k 0 and top_p 1 are off.
 
     The log-prob is that of the law really sampled from: after temperature, top-k and top-p, renormalised.
-    Temperature 0 (a number, or one for each row) takes the most likely token and reports its log-prob at
+    Temperature 0 takes the most likely token and reports its log-prob at
     temperature 1. Raises FloatingPointError on NaN or +inf logits: others print token 0 ("!!!!") then. (The
     Sampler calls the two parts of it itself, with other work between them.)
     """
@@ -72,9 +72,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature, top_p: float, top_
     the device or writes to it, which a CUDA graph could not record."""
     logits = logits.float()
     z = logits - logits.amax(-1, keepdim=True)
-    if isinstance(temperature, Tensor):
-        z /= torch.where(temperature > 0, temperature, 1.0).float()[:, None]
-    elif temperature not in (0, 1):  # each pass over [B, V] counts
+    if temperature not in (0, 1):  # each pass over [B, V] counts
         z /= temperature
     if top_k and top_k < z.shape[1]:
         z = z.masked_fill(z < z.topk(top_k).values[:, -1:], -torch.inf)
@@ -94,9 +92,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature, top_p: float, top_
     inner = p[torch.arange(len(p), device=p.device), part[:, 0]].cumsum(-1, dtype=torch.float64)  # [B, PART]
     token = (part * PART + torch.searchsorted(inner, rest * inner[:, -1:], right=True))[:, 0]
     token = token.clamp_(max=z.shape[1] - 1)
-    if isinstance(temperature, Tensor):
-        token = torch.where(temperature > 0, token, logits.argmax(-1))
-    elif temperature == 0:
+    if temperature == 0:
         token = logits.argmax(-1)
     logprob = z.gather(1, token[:, None])[:, 0] - cdf[:, -1].log().float()
     return token, logprob

@@ -76,7 +76,6 @@ WORLDS = {w.__name__: w for w in (stitched, scarce, rambling, deliberative, reac
 
 # claim: (what the paper saw, {arm: (world, problems to train on, changed settings)})
 CLIP = dict(mini_batches=8, old_logp="trainer")
-LONG = dict(max_new_tokens=150)
 CLAIMS = {
     "cold start": (
         "Qwen3-4B on AIME 2025 after the cold start: 29.8 % by real end-to-end data, 3.7 % by stitched",
@@ -106,8 +105,8 @@ CLAIMS = {
     ),
     "overlong": (
         "a penalty that rises over the last tokens keeps answers inside the limit",
-        {"shaping": ("rambling", "", dict(LONG, overlong_buffer=60)),
-         "none": ("rambling", "", dict(LONG, overlong_buffer=0))},
+        {"shaping": ("rambling", "", dict(overlong_buffer=60)),
+         "none": ("rambling", "", dict(overlong_buffer=0))},
     ),
     "modes": (
         "deliberative policies call less, over 70 % of their calls run, and end higher than reactive ones",
@@ -189,8 +188,8 @@ def table(claim: str, arms: dict, out: Path, seeds: list[int], steps: int) -> No
 
         def spread(value, digits=2, runs=runs):
             found = [value(r) for r in runs]
-            low, high = (f"{f(found):.{digits}f}" for f in (min, max))
-            return f"{mean(found):.{digits}f} ({low} to {high})"
+            low, middle, high = (f"{f(found):.{digits}f}" for f in (min, mean, max))
+            return f"{middle} ({low} to {high})" if low != high else middle
 
         def at(r, key):
             return [row[key] for row in r if key in row]
@@ -209,7 +208,7 @@ def table(claim: str, arms: dict, out: Path, seeds: list[int], steps: int) -> No
 
 
 def figure(out: Path, seeds: list[int], file: Path, steps: int) -> None:
-    """Right answers on unseen problems by step, one panel a claim: mean line, the seeds' range shaded."""
+    """Right answers on unseen problems by step, one panel a claim: the mean, and each seed as a thin line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -232,12 +231,13 @@ def figure(out: Path, seeds: list[int], file: Path, steps: int) -> None:
                 ax.plot(
                     x, [mean(v) for v in y], color=f"C{i}", label="no bound" if arm == "1000000000.0" else arm
                 )
-                ax.fill_between(x, [min(v) for v in y], [max(v) for v in y], color=f"C{i}", alpha=0.15, lw=0)
+                for curve in curves:
+                    ax.plot(x, [p[1] for p in curve], color=f"C{i}", alpha=0.35, lw=0.8)
         ax.set_title(claim)
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
         if ax.lines:
-            ax.legend(fontsize=8, loc="lower right")
+            ax.legend(fontsize=8)
     axes[0, 0].set_ylabel("right on unseen problems")
     axes[1, 0].set_ylabel("right on unseen problems")
     for ax in axes.flat[len(CLAIMS) :]:

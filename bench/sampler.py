@@ -92,7 +92,7 @@ def ours(model, **options):
         law = (scenario.n, most, 1.0, 1.0, 0, 0, None)
         with ThreadPoolExecutor(len(scenario.turns)) as sampler.threads:
             start = time.perf_counter()
-            found = sampler.run(scenario.prompts, *law, follow=lambda *_: scenario.answer)
+            found = sampler.generate(scenario.prompts, *law, follow=lambda *_: scenario.answer)
             seconds = time.perf_counter() - start
         assert [sum(t.mask) for t in found] == [sum(turns) for turns in scenario.turns]
         return seconds

@@ -36,7 +36,7 @@ CURVES = {
     "flat-line": ([LONG], ["policy/grad_norm", "reward/correct"]),
     "foreign-words": ([LONG], ["length/tool_tokens", "sampler/gap_mean"]),
     "kept-pushing": ([RUN + "--steps 10 --mini_batches 16"], ["policy/entropy", "reward/correct"]),
-    "long-goodbye": ([TAUGHT], ["length/truncated", "length/policy_tokens"]),
+    "long-goodbye": ([TAUGHT.replace("steps 2", "steps 6")], ["length/truncated", "length/policy_tokens"]),
     "many-calls": ([WEAK], ["tool/calls", "tool/success", "reward/correct"]),
     "negative-distance": ([RUN + "--kl 0.001 --kl_estimator k1 --steps 5"], ["policy/kl_ref"]),
     "never-ends": ([TAUGHT], ["length/truncated", "tool/used"]),

@@ -44,7 +44,7 @@ def faulty_files(name: str) -> set[str]:
 def copy_core(folder: Path, name: str | None) -> None:
     """The core, with its tests, in a new folder; with the fault of an exercise if one is named."""
     folder.mkdir(parents=True)
-    for file in ("*.py", "report_page.html", "pyproject.toml", "requirements.txt"):
+    for file in ("*.py", "report_page.html", "README.md", "pyproject.toml", "requirements.txt"):
         for path in CORE.glob(file):
             shutil.copy(path, folder)
     for part in ("kernels", "tests"):

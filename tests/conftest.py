@@ -45,6 +45,15 @@ def small_model(family: str = "qwen3", seed: int = 0, **more):
     return model
 
 
+LONGEST_FIRST = "test_run test_ranks test_pretrained test_tools test_exercises test_fit test_grpo".split()
+
+
+def pytest_collection_modifyitems(items):
+    """Two processes take a file each: with the longest at the end one would wait for the other."""
+    place = {name: i for i, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_group():
     torch.set_num_threads(1)  # tiny tensors: threads only cost

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,6 +256,60 @@ def test_attention_dropout_is_not_applied_even_in_training():
     model, sequences = small_model("qwen3", attention_dropout=0.5).train(), some_ids(9, 6)
     first, second = gradients(model, sequences), gradients(model, sequences)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ------------------------------------------------------------------------------------------ the CUDA body
+
+
+def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa, **paged):
+    """torch.nn.attention.varlen.varlen_attn written out, with what FlashAttention 2, its default, checks."""
+    used, table = paged.get("seqused_k"), paged.get("block_table")
+    assert enable_gqa and cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.shape == cu_k.shape
+    outs = []
+    for i, (start, end) in enumerate(zip(cu_q.tolist(), cu_q.tolist()[1:])):
+        if paged:
+            assert used.dtype == table.dtype == torch.int32 and k.shape[1] % 256 == 0
+            keys, values = (x[table[i].long()].flatten(0, 1)[: used[i]] for x in (k, v))
+        else:
+            keys, values = (x[cu_k[i] : cu_k[i + 1]] for x in (k, v))
+        assert end - start <= max_q and len(keys) <= max_k
+        query_at = torch.arange(len(keys) - (end - start), len(keys))[:, None]
+        ahead = torch.arange(len(keys))[None] - query_at
+        left, right = (10**9 if side == -1 else side for side in window_size)
+        seen = (ahead <= right) & (ahead >= -left)
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[-2], 1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * scale
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(
+    "new, past", [([9, 5, 1], None), ([1, 3, 12, 1], [300, 255, 0, 7]), ([1, 1], [2, 256])]
+)
+def test_the_call_of_varlen_attention_is_that_of_its_reference_and_of_our_sdpa(
+    monkeypatch, new, past, window
+):
+    """A wrong edge, a missing argument, a window that is off by one are seen without a GPU: the function that
+    is called there must give what the CPU body gives."""
+    torch.manual_seed(0)
+    config = small_model("qwen3").config
+    module = SimpleNamespace(layer_idx=0, config=config)
+    q, k, v = (torch.randn(1, heads, sum(new), 16) for heads in (4, 2, 2))
+    segments, cache = [Segments(new)], None
+    if past:
+        cache, tables = Blocks(config, 9, 256), torch.arange(1, 9).view(4, 2)[: len(new)]
+        cache.k.normal_(), cache.v.normal_()
+        segments = [Segments(new, past, tables, cache)]
+        if set(new) == {1}:
+            segments.append(Segments.decoding(torch.tensor(past), tables, cache))
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "_PAGED", True)
+    for seg in segments:
+        right, _ = attention.attention(module, q, k, v, None, 0.25, seg=seg, sliding_window=window)
+        keys, values = (cache.k[0], cache.v[0]) if cache else (k[0].transpose(0, 1), v[0].transpose(0, 1))
+        found = attention._flash(q[0].transpose(0, 1), keys, values, seg, 0.25, window)
+        torch.testing.assert_close(found, right[0], atol=1e-5, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------ blocks and places

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_chat import with_template
+from test_run import easy_world
 
 import chat
 import collect
@@ -168,9 +169,12 @@ def test_of_a_problem_at_most_k_trajectories_are_kept_and_no_two_with_the_same_p
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory) -> Path:
-    """A short cold start of the built-in model: it calls the tool, and is right now and then."""
-    out = tmp_path_factory.mktemp("cold") / "model"
-    return sft.run(sft.Config(**{**sft.PRESETS["tiny"], "teacher": 600, "out": str(out)}))
+    """A short cold start in the easy world, problems.jsonl beside it: its policy calls the tool, and is right
+    now and then."""
+    folder = tmp_path_factory.mktemp("cold")
+    easy_world(folder)
+    how = dict(model="tiny", epochs=2, batch=8, lr=4e-3, threads=1)
+    return sft.run(sft.Config(data=str(folder / "conversations.jsonl"), out=str(folder / "model"), **how))
 
 
 def test_rollouts_continue_after_a_kill_with_the_same_episodes_and_serve_both_commands(
@@ -178,13 +182,12 @@ def test_rollouts_continue_after_a_kill_with_the_same_episodes_and_serve_both_co
 ):
     """A filter over 30,000 problems takes days: what a kill leaves, half a line and half a chunk included, is
     kept, and the rest comes out as it would have. The second command samples nothing again."""
-    options = (
-        f"--model {cold} --data tiny --limit 10 --samples 4 --chunk 4 --max_new_tokens 100 --max_turns 3"
-    )
+    options = f"--model {cold} --data {cold.parent / 'problems.jsonl'} --samples 8 --chunk 2 --threads 1"
+    options += " --max_prompt 300 --max_new_tokens 150 --max_turns 3 --tool_seconds 5 --no-describe_tool"
 
     def run(what: str, out: str) -> dict[str, str]:
         try:
-            collect.main([what, *options.split(), "--threads", "1", "--out", str(tmp_path / out)])
+            collect.main([what, *options.split(), "--out", str(tmp_path / out)])
         finally:
             sft.init_process_group()  # main ends the one of the tests
             while folders._locks:  # as the end of a process would
@@ -193,29 +196,34 @@ def test_rollouts_continue_after_a_kill_with_the_same_episodes_and_serve_both_co
             "rollouts.jsonl",
             "histogram.json",
             "conversations.jsonl",
-            *(f"problems/{d}.jsonl" for d in ("easy", "hard")),
+            *(f"problems/{d}.jsonl" for d in ("easy", "medium", "hard")),
         ]
         return {f: (tmp_path / out / f).read_text() for f in files if (tmp_path / out / f).exists()}
 
     straight = run("filter", "a")
-    assert len(straight["rollouts.jsonl"].splitlines()) == 10
+    assert any(straight[f"problems/{d}.jsonl"] for d in ("easy", "medium", "hard"))
     rolled = tmp_path / "a" / "rollouts.jsonl"
     lines = rolled.read_text().splitlines(keepends=True)
-    rolled.write_text("".join(lines[:6]) + lines[6][:25])  # the first chunk, half of the second
-    assert run("filter", "a") == {**straight, "rollouts.jsonl": "".join([*lines[:6], *lines[4:]])}
+    assert len(lines) == 3
+    for kept, after in ((2, lines), (1, lines[:1] + lines)):  # the first chunk of two, and half of it
+        rolled.write_text("".join(lines[:kept]) + lines[kept][:25])
+        assert run("filter", "a") == {**straight, "rollouts.jsonl": "".join(after)}
     capsys.readouterr()
-    found = run("collect", "a")
+    run("collect", "a")
     assert "chunks of problems" not in capsys.readouterr().out
-    for c in (
-        load_conversations(str(tmp_path / "a" / "conversations.jsonl"))
-        if found["conversations.jsonl"]
-        else []
-    ):
-        assert c["tools"] is None and c["messages"][-1]["role"] == "assistant"
+    found = load_conversations(str(tmp_path / "a" / "conversations.jsonl"))
+    assert found
+    for c in found:
+        assert c["tools"] is None
+        assert [m["role"] for m in c["messages"]] == ["user", "assistant", "tool", "assistant"]
     with pytest.raises(SystemExit):
-        options = options.replace("--samples 4", "--samples 5")
+        options = options.replace("--samples 8", "--samples 9")
         run("filter", "a")
-    assert "other settings (samples 4, now 5)" in capsys.readouterr().err
+    assert "other settings (samples 8, now 9)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        options = options.replace("--max_prompt 300", "--max_prompt 5")
+        run("filter", "b")
+    assert "exceeds --max_prompt 5; raise it" in capsys.readouterr().err
 
 
 # ---- stitched ----------------------------------------------------------------------------------------------

@@ -266,6 +266,17 @@ def test_assert_tests_become_pairs_and_others_are_left_out_aloud(tmp_path, capsy
     assert "3 rows left out; the first is" in capsys.readouterr().err
 
 
+def test_a_call_whose_arguments_cannot_be_read_is_left_out_before_the_run(tmp_path, capsys):
+    """Read only when a program is graded, one such row ends a run after hours, and every continuation of it,
+    which draws the same problem, as well."""
+    givens = ("[1, 2]\n3", "1 2 oops", {"a": 1}, 5, [[1, 2], 3])
+    tests = [{"inputs": [given], "outputs": ["1"], "fn_name": "pick"} for given in givens]
+    rows = [{"problem": f"p{i}", "answer": json.dumps(t)} for i, t in enumerate(tests)]
+    kept = [p.answer["inputs"][0] for p in load_problems(jsonl(tmp_path, rows))]
+    assert kept == ["[1, 2]\n3", [[1, 2], 3]]
+    assert "3 rows left out; the first is" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tests", [{"inputs": [], "outputs": []}, {"inputs": ["1", "2"], "outputs": ["1"]}])
 def test_code_without_matching_tests_is_an_error(tmp_path, tests):
     """No tests at all would make every program right, or none."""

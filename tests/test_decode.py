@@ -148,7 +148,7 @@ def test_agents_write_the_same_as_without_steps_ahead(settings, deterministic):
     def run(graphs):
         how = dict(block=4, deterministic=deterministic, graphs=graphs)
         sampler = Sampler(model, BARE, max_len=110, **settings, **how)
-        found = sampler.run(prompts, 4, 100, 1.0, 1.0, 0, 0, None, respond, lambda *_: [50, 51, 52])
+        found = sampler.generate(prompts, 4, 100, 1.0, 1.0, 0, 0, None, respond, lambda *_: [50, 51, 52])
         assert sorted(sampler.blocks.free) == list(range(1, len(sampler.blocks.count)))
         assert sampler.stats["tokens"] == sum(sum(t.mask) for t in found)
         return found, sampler.stats
@@ -188,5 +188,5 @@ def test_a_tool_result_joins_as_soon_as_it_is_there():
 
     answered: list[int] = []
     sampler._goes_on = goes_on
-    sampler.run([[5, 6, 7]], 8, 60, 1.0, 1.0, 0, 0, None, respond, follow)
+    sampler.generate([[5, 6, 7]], 8, 60, 1.0, 1.0, 0, 0, None, respond, follow)
     assert answered and seen and all(b - a <= 2 for a, b in zip(answered, seen))

@@ -386,10 +386,10 @@ def test_other_weights_or_other_problems_under_the_same_name_are_refused(run, ca
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--samples", "0"], "--samples is 0"),
+        (["--samples", "0"], "--samples 0: take more than 0"),
         (["--temperature", "0"], "--temperature 0 would give 4 times the same sample"),
-        (["--limit", "0"], "--limit is 0"),
-        (["--dtype", "int8"], "--dtype is int8"),
+        (["--limit", "0"], "--limit 0: take more than 0"),
+        (["--dtype", "int8"], "--dtype int8: take float32 or bfloat16"),
         (["--data", "nothing.jsonl"], "no file or folder 'nothing.jsonl'"),
         (["--sample", "3"], "unknown option '--sample'; did you mean --samples?"),
         (["--out", "."], "holds files but no config.json"),

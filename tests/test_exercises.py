@@ -15,6 +15,7 @@ from rollout import Trajectory
 
 EXERCISES = Path(__file__).resolve().parent.parent / "exercises"
 sys.path.insert(0, str(EXERCISES))
+import check  # noqa: E402
 import start  # noqa: E402
 
 # What takes seconds is imported once, then a fork for each copy; torch computes nothing before it forks.
@@ -105,21 +106,20 @@ def run(script: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_student_starts_is_told_that_it_is_not_repaired_repairs_and_is_told_so(tmp_path):
-    """From the first command to the last one, with the smallest exercise."""
+def test_a_student_starts_repairs_and_is_told_what_is_so_and_what_is_not(tmp_path, monkeypatch, capsys):
+    """From the first command to the last one, with the smallest exercise. (That a fault makes its test fail
+    is shown for each above.)"""
     name, folder = "negative-distance", tmp_path / "mine"
     assert run("start.py", name, str(folder))[0] == 0 and (folder / "exercise.md").exists()
     code, said = run("start.py", name, str(folder))
     assert code and "exists already" in said
-    code, said = run("check.py", name, str(folder))
-    assert code and "not repaired" in said
-    loss = folder / "loss.py"
-    loss.write_text((start.CORE / "loss.py").read_text())
+    (folder / "loss.py").write_text((start.CORE / "loss.py").read_text())
     code, said = run("check.py", name, str(folder))
     assert code == 0 and said.endswith("repaired\n")
-    loss.write_text(loss.read_text().replace("d.square() / 2", "d.square()"))
-    code, said = run("check.py", name, str(folder))
-    assert code and "now these fail" in said and "test_the_kl_estimators_by_hand" in said
+    for fails, said in (([named_test(name)], "not repaired yet"), (["a::b"], "now these fail:\na::b")):
+        monkeypatch.setattr(check, "failing", lambda *_, fails=fails: fails)
+        monkeypatch.setattr(sys, "argv", ["check.py", name, str(folder)])
+        assert check.main() == 1 and said in capsys.readouterr().out
 
 
 def test_an_unknown_exercise_gets_the_nearest_name():
@@ -151,7 +151,8 @@ def test_another_reward_is_one_line_and_is_logged(tokenizer):
     said = tokenizer.encode("\\boxed{16}")
     t = Trajectory([5, *said], [0] + [1] * len(said), [0.0] * (1 + len(said)), 1, [], "stop")
     config = SimpleNamespace(tool_reward=False, max_new_tokens=200, overlong_buffer=10)
-    agents = SimpleNamespace(tokenizer=tokenizer, tool=None, config=config)
+    sampler = SimpleNamespace(max_len=300)
+    agents = SimpleNamespace(tokenizer=tokenizer, tool=None, config=config, sampler=sampler)
     found = episodes.Agents.reward(agents, t, Problem([], "16", "math", "mod", "p"))
     bonus = 0.01 * (100 - len(said))
     assert found["reward"] == pytest.approx(1.0 + bonus)

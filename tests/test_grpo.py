@@ -591,10 +591,21 @@ def test_a_loss_that_is_not_finite_names_the_layer_where_it_begins():
         update(policy, [episode([1, 10, 11], [0, 1, 1])])
 
 
+def test_a_gradient_that_is_not_finite_is_traced_to_the_first_weight_that_has_one_in_the_backward():
+    """Outputs are finite and one weight's gradient is not: clipping by a NaN norm would make all of them NaN,
+    and then the name is that of any."""
+    hf = small_model("qwen3", num_hidden_layers=3)
+    hf.model.layers[1].self_attn.k_proj.weight.register_hook(lambda gradient: gradient * torch.nan)
+    with pytest.raises(
+        FloatingPointError, match=r"the gradient of \S*layers\.1\.self_attn\.k_proj\.weight is not"
+    ):
+        update(Policy(hf), [episode([1, 10, 11], [0, 1, 1])])
+
+
 # ---- reward and metrics of an episode ----------------------------------------------------------------------
 
 
-def rewarded(tokenizer, turns, tools=(), prompt="q", answer="16", **more) -> dict:
+def rewarded(tokenizer, turns, tools=(), prompt="q", answer="16", context=10**6, **more) -> dict:
     """Agents.reward of an episode with these turns of the policy and texts of the tool in between."""
     ids = tokenizer.encode(prompt)
     mask, prompt_len = [0] * len(ids), len(ids)
@@ -605,7 +616,8 @@ def rewarded(tokenizer, turns, tools=(), prompt="q", answer="16", **more) -> dic
     results = [ToolResult(t, "ok", 0.1) for t in tools]
     trajectory = Trajectory(ids, mask, [0.0] * len(ids), prompt_len, results, "stop", 3, 1)
     problem = Problem([{"role": "user", "content": prompt}], answer, "math", "mod", "p")
-    agents = SimpleNamespace(tokenizer=tokenizer, tool=None, config=grpo.Config(**more))
+    sampler = SimpleNamespace(max_len=context)
+    agents = SimpleNamespace(tokenizer=tokenizer, tool=None, config=grpo.Config(**more), sampler=sampler)
     return Agents.reward(agents, trajectory, problem)
 
 
@@ -635,6 +647,7 @@ def test_a_right_answer_earns_one_and_a_wrong_one_minus_one_plus_a_tenth_a_round
         (dict(steps=0), "--steps 0: take more than 0"),
         (dict(ratio="word"), "--ratio word: take token or sequence"),
         (dict(tool_name=""), "--tool_name is empty"),
+        (dict(tool_seconds=295), "--stall 300: a tool call may take --tool_seconds 295"),
         (
             dict(preset="tiny", model="", tool_name="code_interpreter"),
             "--tool_name code_interpreter: the laptop",
@@ -701,6 +714,10 @@ def test_the_overlong_penalty_counts_the_tools_tokens_and_not_the_prompt(tokeniz
     assert found["reward_parts"]["overlong"] == near(penalty)
     assert found["reward"] == near(1.0 + penalty)
     assert found["reward"] == near(sum(found["reward_parts"].values()))
+    # where the model's context leaves less than max_new_tokens, that is the limit
+    context = len(tokenizer.encode(asked)) + length - beyond + 10
+    more = dict(max_new_tokens=9999, overlong_buffer=10, context=context)
+    assert rewarded(tokenizer, said, told, asked, **more)["reward_parts"]["overlong"] == near(penalty)
 
 
 def test_episodes_of_all_ranks_are_sorted_and_whole():

@@ -139,7 +139,7 @@ def shared_with_a_slow_rank(tool) -> tuple:
         agents.sampler._step = slow
     agents.sampler.max_rows = 2  # one problem at a time
     agents.reward = lambda *given: (here.append(1), reward(*given))[1]
-    return sampled(agents, tiny.problems("test", 9)), len(here)
+    return sampled(agents, tiny.problems("test", 9)), len(here), agents.seconds
 
 
 def everything(folder: Path, tool) -> dict:
@@ -175,7 +175,7 @@ def everything(folder: Path, tool) -> dict:
     found["sampled, two problems"] = sampled(agents_of(tool), tiny.problems("test", 2))
     found["shared"] = sampled(agents_of(tool, deterministic=False), tiny.problems("test", 5))
     found["shared, two problems"] = sampled(agents_of(tool, deterministic=False), tiny.problems("test", 2))
-    found["shared, a slow rank"], found["here"] = shared_with_a_slow_rank(tool)
+    found["shared, a slow rank"], found["here"], found["seconds"] = shared_with_a_slow_rank(tool)
     return found
 
 
@@ -357,6 +357,20 @@ def test_every_rank_logs_the_same_metrics(jobs):
     for ranks in (2, 3):
         for name in UPDATES:
             assert all(found[name]["metrics"] == jobs[ranks][0][name]["metrics"] for found in jobs[ranks])
+
+
+def test_the_time_of_a_rollout_is_that_of_the_slowest_rank(jobs):
+    """The first rank's own clock would report a speed that the run does not have: it waits for the others."""
+    for ranks in (2, 3):
+        times = [found["seconds"] for found in jobs[ranks]]
+        assert all(seconds == times[0] for seconds in times) and times[0]["time/rollout"] > 0.4
+
+
+def test_ranks_on_another_node_take_no_cores_of_this_one(monkeypatch):
+    """Two nodes of one rank each: each may use all of its own cores."""
+    cores = net.set_threads(1, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert net.set_threads(1, 2) == cores
 
 
 def test_the_rows_of_a_batch_are_fewer_than_the_ranks_in_the_cases_above():

@@ -6,8 +6,6 @@ than a short run, so most of these processes are forks of one that has imported 
 a plain `python grpo.py` does is seen in the fixture `straight`, torchrun in a test of its own.
 """
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -17,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,9 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import run
-import tiny
 from data import load_problems
-from tools import PythonTool
 
 ROOT = Path(grpo.__file__).parent
 ENV = {
@@ -41,10 +36,12 @@ ENV = {
 
 FORK = """
 import json, os, runpy, sys, traceback
-import grpo, sft
+import grpo, run, sft
 for line in sys.stdin:
     job = json.loads(line)
     if (pid := os.fork()) == 0:
+        if not job["page"]:  # two seconds each
+            run.write_report = grpo.write_report = lambda *_, **__: False
         os.chdir(job["cwd"])
         for fd, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), fd)
@@ -72,8 +69,8 @@ class Scripts:
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.parent = subprocess.Popen([sys.executable, "-c", FORK], env=ENV, cwd=folder, **pipes)
 
-    def start(self, script: str, *options: str) -> int:
-        job = {"argv": [str(ROOT / script), *options], "cwd": str(self.folder)}
+    def start(self, script: str, *options: str, page: bool = False) -> int:
+        job = {"argv": [str(ROOT / script), *options], "cwd": str(self.folder), "page": page}
         job |= {name: str(self.folder / f"{name}.txt") for name in ("out", "err")}
         self.parent.stdin.write(json.dumps(job) + "\n")
         self.parent.stdin.flush()
@@ -90,8 +87,8 @@ class Scripts:
         self.parent.stdin.close()
         self.parent.wait(60)
 
-    def __call__(self, script: str, *options: str) -> tuple[int, str, str]:
-        self.start(script, *options)
+    def __call__(self, script: str, *options: str, page: bool = False) -> tuple[int, str, str]:
+        self.start(script, *options, page=page)
         return self.wait()
 
     def succeed(self, script: str, *options: str) -> str:
@@ -108,13 +105,15 @@ def scripts(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cold(scripts) -> Path:
-    """A small cold start: too short to be right, long enough to call the tool."""
-    scripts.succeed("sft.py", *"--preset tiny --teacher 300 --threads 1 --out cold".split())
+    """A short cold start in the easy world: its policy is right in some of its answers."""
+    easy_world(scripts.folder)
+    options = "--model tiny --data conversations.jsonl --epochs 2 --batch 8 --lr 4e-3 --threads 1 --out cold"
+    scripts.succeed("sft.py", *options.split())
     return scripts.folder / "cold"
 
 
-OPTIONS = "--model cold --batch 32 --group 4 --eval_problems 16 --eval_every 2 --save_every 2 --threads 1"
-OPTIONS += " --show_every 0"
+OPTIONS = "--model cold --data problems.jsonl --eval_data problems.jsonl --max_prompt 300 --threads 1"
+OPTIONS += " --batch 32 --group 4 --eval_every 2 --save_every 2 --show_every 0"
 
 
 def command(out: str, steps: int = 4, **more) -> list[str]:
@@ -185,13 +184,13 @@ def test_a_row_of_metrics_has_all_that_is_promised(straight):
     assert [row["step"] for row in found if "eval/correct" in row] == [0, 2, 4]
     for row in found[1:]:
         assert set(PROMISED) <= row.keys()
-        assert {k.removeprefix("correct/") for k in row if k.startswith("correct/")} <= set(tiny.FAMILIES)
-        assert any(k.startswith("correct/") for k in row)
+        assert {k for k in row if k.startswith("correct/")} == {"correct/odd", "correct/even"}
     for row in found:
         assert all(math.isfinite(value) for value in row.values())
         if "eval/correct" in row:
             assert 0 <= row["eval/low"] <= row["eval/correct"] <= row["eval/high"] <= 1
-            assert {k.split("/")[2] for k in row if k.startswith("eval/correct/")} <= set(tiny.FAMILIES)
+            families = {k for k in row if k.startswith("eval/correct/")}
+            assert families == {"eval/correct/odd", "eval/correct/even"}
 
 
 def test_metrics_are_the_means_of_the_trajectories_on_disk(straight):
@@ -208,7 +207,7 @@ def test_metrics_are_the_means_of_the_trajectories_on_disk(straight):
             (i // 4, i % 4) for i in range(32)
         ]
         calls = [r["status"] for e in episodes for r in e["tool_results"]]
-        assert calls  # a cold start that calls nothing would test nothing
+        assert "ok" in calls and 0 < row["reward/correct"] < 1  # else most of this would be 0 == 0
         groups = [{e["reward"] for e in episodes[i : i + 4]} for i in range(0, 32, 4)]
         assert row["reward/mean"] == mean(e["reward"] for e in episodes)
         assert row["reward/correct"] == mean(e["reward_parts"]["correct"] == 1 for e in episodes)
@@ -244,7 +243,7 @@ def test_a_run_writes_its_configuration_its_tokenizer_and_its_curves(straight):
     content = json.loads((straight / "config.json").read_text())
     settings = content["config"]
     assert settings.keys() == vars(grpo.Config()).keys()
-    assert (settings["group"], settings["lr"], settings["eval_problems"]) == (4, 4e-4, 16)
+    assert (settings["group"], settings["lr"], settings["max_prompt"]) == (4, 4e-4, 300)
     assert {"torch", "transformers"} <= content["versions"].keys() and "--group" in content["command"]
     assert (straight / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     page = (straight / "report.html").read_text()
@@ -538,7 +537,7 @@ def test_bad_input_is_one_sentence_that_names_the_value_and_the_way_out(scripts,
 def test_a_complete_run_gets_its_page_if_that_is_missing(scripts, straight):
     """Killed while the page was written, a run had none: it is complete, so no command would write it."""
     (straight / "report.html").unlink()
-    code, _, err = scripts("grpo.py", *command("straight"))
+    code, _, err = scripts("grpo.py", *command("straight"), page=True)
     assert code == 2 and "complete" in err and (straight / "report.html").is_file()
 
 
@@ -550,6 +549,13 @@ def test_a_command_that_was_refused_can_be_corrected(scripts, straight):
     scripts.succeed("grpo.py", *command("mistyped", 1, model="./cold"))
 
 
+def test_a_run_can_go_on_with_less_memory(scripts, cold):
+    """Out of memory, the program says what to lower: the same run must then take it."""
+    scripts.succeed("grpo.py", *command("smaller", 1))
+    more = dict(max_rows="9", cache_tokens="1024", tokens_per_row="900")
+    assert "continued after step 1" in scripts.succeed("grpo.py", *command("smaller", 2, **more))
+
+
 def test_sft_refuses_to_write_over_a_model(scripts, cold):
     """A second cold start of the same name would destroy the first."""
     before = (cold / "model.safetensors").read_bytes()
@@ -557,92 +563,6 @@ def test_sft_refuses_to_write_over_a_model(scripts, cold):
     assert code == 2 and "Traceback" not in err
     assert "cold" in err.splitlines()[-1] and "--out" in err.splitlines()[-1]
     assert (cold / "model.safetensors").read_bytes() == before
-
-
-# ---- the built-in world ------------------------------------------------------------------------------------
-
-
-def right_answer(question: str) -> str:
-    """Computed from the question's words alone."""
-    n = [int(number) for number in re.findall(r"\d+", question)]
-    value = n[0] ** n[1] if "to the power" in question else math.prod(n)
-    if "sum of the digits" in question:
-        return str(sum(int(digit) for digit in str(value)))
-    if "to the power" in question and "divided" in question:
-        return str(value % n[2])
-    if "primes" in question:
-        return str(sum(all(k % i for i in range(2, k)) for k in range(n[0], n[1])))
-    if "times" in question:
-        return str(n[0] * n[1] % n[2])
-    assert "ones are in the binary form" in question
-    return str(f"{value:b}".count("1"))
-
-
-def test_training_and_test_problems_never_share_a_question():
-    """A held-out score on questions that were trained on shows nothing (the usual case of contamination);
-    the numbers of a question decide its split, whatever the seed."""
-    train = {p.messages[0]["content"] for seed in range(40) for p in tiny.problems("train", 100, seed)}
-    test = {p.messages[0]["content"] for seed in range(10) for p in tiny.problems("test", 100, seed)}
-    assert not train & test
-    with PythonTool(workers=2, timeout_s=2, max_chars=tiny.MAX_CHARS) as tool:
-        taught = {c[0]["content"] for c in tiny.conversations(300, 5, tool)}
-    assert not taught & test
-    assert len(train) > 2500 and len(test) > 600
-
-
-def test_answers_of_the_built_in_problems_are_right_and_the_families_balanced():
-    """A wrong gold pays wrong answers; a family that is hardly drawn is hardly measured."""
-    problems = tiny.problems("train", 500, seed=3)
-    assert all(p.answer == right_answer(p.messages[0]["content"]) for p in problems)
-    count = Counter(p.family for p in problems)
-    assert set(count) == set(tiny.FAMILIES) and min(count.values()) > 60
-    assert tiny.problems("train", 500, seed=3) == problems and tiny.problems("train", 500, seed=4) != problems
-
-
-def really(code: str) -> tuple[str, str]:
-    """(what the program prints, its last line of traceback or "")."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "<tool>", "exec"), {"__name__": "__main__"})
-    except Exception as error:
-        return printed.getvalue(), type(error).__name__
-    return printed.getvalue(), ""
-
-
-def test_the_teacher_shows_good_and_bad_ways_and_every_tool_text_is_real():
-    """Stitched data, with outputs that nobody's Python ever gave, teaches a policy to make outputs up (arXiv
-    2510.11701, section 3); and a teacher that is always right leaves nothing to reinforce."""
-    kinds = Counter()
-    with PythonTool(workers=2, timeout_s=2, max_chars=tiny.MAX_CHARS) as tool:
-        conversations = list(tiny.conversations(400, 1, tool))
-    assert len(conversations) == 400
-    for messages in conversations:
-        assert messages[0]["role"] == "user" and messages[-1]["role"] == "assistant"
-        errors, output = [], ""
-        for asked, answered in zip(messages, messages[1:]):
-            if answered["role"] == "tool":
-                printed, error = really(asked["tool_calls"][0]["function"]["arguments"]["code"])
-                output = answered["content"]
-                assert printed.strip() in output
-                if error:
-                    assert output.splitlines()[-1].startswith(error)
-                else:
-                    assert output == printed.strip()
-                errors.append(error)
-        said = re.search(r"\\boxed\{(.*)\}", messages[-1]["content"])[1]
-        right = said == right_answer(messages[0]["content"])
-        if not errors:
-            kinds["guess right" if right else "guess wrong"] += 1
-        elif errors[-1]:
-            kinds["error given up"] += 1
-        else:
-            assert said == output
-            kinds["error repaired" if errors[0] else "right program" if right else "wrong program"] += 1
-    assert min(kinds[k] for k in ("guess wrong", "error given up", "error repaired", "right program")) > 10
-    assert kinds["wrong program"] > 10
-    assert kinds["guess right"] < kinds["guess wrong"] / 5
-    assert 0.2 < (kinds["right program"] + kinds["error repaired"] + kinds["guess right"]) / 400 < 0.5
 
 
 # ---- does it learn? ----------------------------------------------------------------------------------------
@@ -655,8 +575,10 @@ def easy_world(folder: Path) -> None:
     """
     rng = random.Random(0)
     numbers = [(37, 41, 58), (62, 23, 71), (85, 19, 44)]
-    questions = [f"What is the remainder when {a} times {c} is divided by {b}?" for a, c, b in numbers]
-    lines = [{"problem": q, "answer": right_answer(q), "id": str(i)} for i, q in enumerate(questions)]
+    lines = [
+        {"problem": f"What is the remainder when {a} times {c} is divided by {b}?", "answer": str(a * c % b),
+         "id": f"{a}", "family": "odd" if a % 2 else "even"} for a, c, b in numbers
+    ]  # fmt: skip
     (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     asked = [p.messages for p in load_problems(str(folder / "problems.jsonl"))]
     with (folder / "conversations.jsonl").open("w") as file:
@@ -665,7 +587,7 @@ def easy_world(folder: Path) -> None:
             a, c, b = numbers[i]
             way = rng.choice(["right", "wrong", "guess"])
             code = f"print({a} * {c} % {b})" if way == "right" else f"print({a} + {c} % {b})"
-            said, messages = really(code)[0].strip(), list(asked[i])
+            said, messages = str(a * c % b if way == "right" else a + c % b), list(asked[i])
             if way == "guess":
                 messages.append(
                     {"role": "assistant", "content": f"I think it is \\boxed{{{rng.randint(1, 99)}}}."}
@@ -678,25 +600,21 @@ def easy_world(folder: Path) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def test_a_short_run_learns_to_answer_by_the_right_program(scripts):
+def test_a_short_run_learns_to_answer_by_the_right_program(scripts, cold):
     """The test of everything together: a wrong sign, mask or alignment anywhere, and the share of right
     answers does not rise (the loss falls all the same, which is why "is it broken?" is the most asked
     question in public: huggingface/open-r1#239)."""
-    easy_world(scripts.folder)
-    options = "--model tiny --data conversations.jsonl --epochs 2 --batch 8 --lr 4e-3 --threads 1 --out easy"
-    scripts.succeed("sft.py", *options.split())
-    options = "--model easy --data problems.jsonl --steps 8 --batch 48 --group 8 --max_prompt 300"
-    options += " --eval_every 0 --save_every 99 --show_every 0 --threads 1 --out learns"
-    scripts.succeed("grpo.py", *options.split())
+    more = dict(batch="48", group="8", eval_every="0", save_every="99")
+    scripts.succeed("grpo.py", *command("learns", 8, **more))
     right = [row["reward/correct"] for row in rows(scripts.folder / "learns")]
     assert len(right) == 8 and right[0] < 0.6
     assert sum(right[-2:]) / 2 > right[0] + 0.25
 
 
-def test_two_processes_never_write_one_run(tmp_path):
-    """The second command would write over the first one's settings, metrics and checkpoints."""
+def test_two_processes_never_write_one_run(tmp_path, capsys):
+    """The second command would write over the first one's settings, metrics and checkpoints. (The lock
+    belongs to what was opened, so that one process stands for two here.)"""
     run.open_run(tmp_path / "out", {"steps": 4}, set())
-    code = "import torch, transformers, numpy, policy, run, pathlib; policy.init_process_group(); "
-    code += f"run.open_run(pathlib.Path({str(tmp_path / 'out')!r}), {{'steps': 4}}, set())"
-    second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True)
-    assert second.returncode == 2 and "another process" in second.stderr, second.stderr[-2000:]
+    with pytest.raises(SystemExit) as end:
+        run.open_run(tmp_path / "out", {"steps": 4}, set())
+    assert end.value.code == 2 and "another process" in capsys.readouterr().err
