@@ -1,17 +1,13 @@
 """Rollouts sorted by difficulty, trajectories worth imitating, solutions with calls stitched into them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from test_chat import with_template
-from test_run import easy_world
 
 import chat
 import collect
-import run as folders
 import sft
 from data import Problem, load_conversations, load_problems, load_rows
 from tools import PythonTool
@@ -167,65 +163,6 @@ def test_of_a_problem_at_most_k_trajectories_are_kept_and_no_two_with_the_same_p
     assert "4 episodes, 5 calls, 4 ran; 4 right" in capsys.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory) -> Path:
-    """A short cold start in the easy world, problems.jsonl beside it: its policy calls the tool, and is right
-    now and then."""
-    folder = tmp_path_factory.mktemp("cold")
-    easy_world(folder)
-    how = dict(model="tiny", epochs=2, batch=8, lr=4e-3, threads=1)
-    return sft.run(sft.Config(data=str(folder / "conversations.jsonl"), out=str(folder / "model"), **how))
-
-
-def test_rollouts_continue_after_a_kill_with_the_same_episodes_and_serve_both_commands(
-    cold, tmp_path, capsys
-):
-    """A filter over 30,000 problems takes days: what a kill leaves, half a line and half a chunk included, is
-    kept, and the rest comes out as it would have. The second command samples nothing again."""
-    options = f"--model {cold} --data {cold.parent / 'problems.jsonl'} --samples 8 --chunk 2 --threads 1"
-    options += " --max_prompt 300 --max_new_tokens 150 --max_turns 3 --tool_seconds 5 --no-describe_tool"
-
-    def run(what: str, out: str) -> dict[str, str]:
-        try:
-            collect.main([what, *options.split(), "--out", str(tmp_path / out)])
-        finally:
-            sft.init_process_group()  # main ends the one of the tests
-            while folders._locks:  # as the end of a process would
-                folders._locks.pop().close()
-        files = [
-            "rollouts.jsonl",
-            "histogram.json",
-            "conversations.jsonl",
-            *(f"problems/{d}.jsonl" for d in ("easy", "medium", "hard")),
-        ]
-        return {f: (tmp_path / out / f).read_text() for f in files if (tmp_path / out / f).exists()}
-
-    straight = run("filter", "a")
-    assert any(straight[f"problems/{d}.jsonl"] for d in ("easy", "medium", "hard"))
-    rolled = tmp_path / "a" / "rollouts.jsonl"
-    lines = rolled.read_text().splitlines(keepends=True)
-    assert len(lines) == 3
-    for kept, after in ((2, lines), (1, lines[:1] + lines)):  # the first chunk of two, and half of it
-        rolled.write_text("".join(lines[:kept]) + lines[kept][:25])
-        assert run("filter", "a") == {**straight, "rollouts.jsonl": "".join(after)}
-    capsys.readouterr()
-    run("collect", "a")
-    assert "chunks of problems" not in capsys.readouterr().out
-    found = load_conversations(str(tmp_path / "a" / "conversations.jsonl"))
-    assert found
-    for c in found:
-        assert c["tools"] is None
-        assert [m["role"] for m in c["messages"]] == ["user", "assistant", "tool", "assistant"]
-    with pytest.raises(SystemExit):
-        options = options.replace("--samples 8", "--samples 9")
-        run("filter", "a")
-    assert "other settings (samples 8, now 9)" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        options = options.replace("--max_prompt 300", "--max_prompt 5")
-        run("filter", "b")
-    assert "exceeds --max_prompt 5; raise it" in capsys.readouterr().err
-
-
 # ---- stitched ----------------------------------------------------------------------------------------------
 
 
@@ -289,14 +226,3 @@ def test_a_bad_command_ends_with_one_sentence(line, words, capsys, tmp_path, mon
     said = capsys.readouterr().err
     assert end.value.code == 2 and words in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_data_py_is_the_door_to_it(tmp_path):
-    """data.py --stitch, --filter, --collect: as a command data.py reaches up, as a module it does not."""
-    row = {"question": "How many?", "answer": "5 + 2 = <<5+2=7>>7\n#### 7"}
-    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n")
-    command = [sys.executable, str(ROOT / "data.py"), "--stitch", "--data", "set.jsonl", "--out", "made"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0 and "1 conversations in made/conversations.jsonl" in ran.stdout, ran.stderr
-    (found,) = load_conversations(str(tmp_path / "made"))
-    assert found["messages"][2] == {"role": "tool", "content": "7", "name": "python"}

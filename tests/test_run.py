@@ -1,9 +1,10 @@
-"""The scripts as a user starts them: a cold start, a run of grpo.py, its folder, its continuation, its
-refusals.
+"""The scripts as a user starts them: runs of grpo.py, their folders, continuations, refusals; cold starts and
+rollouts that were killed.
 
 Every command runs in a temporary folder in a process of its own. Importing torch and transformers costs more
-than a short run, so most of these processes are forks of one that has imported them already (`Scripts`); what
-a plain `python grpo.py` does is seen in the fixture `straight`, torchrun in a test of its own.
+than a short run, so most of these processes are forks of one that has imported them already (`Scripts`), with
+two ranks two forks and the variables that torchrun sets; what a plain `python grpo.py` does is seen in the
+fixture `straight`, what torchrun does in `two_ranks`.
 """
 
 import json
@@ -12,6 +13,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import run
-from data import load_problems
+from data import load_conversations, load_problems
 
 ROOT = Path(grpo.__file__).parent
 ENV = {
@@ -36,28 +38,32 @@ ENV = {
 
 FORK = """
 import json, os, runpy, sys, traceback
-import grpo, run, sft
+import collect, grpo, run, sft
 for line in sys.stdin:
-    job = json.loads(line)
-    if (pid := os.fork()) == 0:
-        if not job["page"]:  # two seconds each
-            run.write_report = grpo.write_report = lambda *_, **__: False
-        os.chdir(job["cwd"])
-        for fd, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), fd)
-        sys.argv, code = job["argv"], 0
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            code = end.code or 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    job, pids = json.loads(line), []
+    for rank, env in enumerate(job["ranks"]):
+        if (pid := os.fork()) == 0:
+            os.environ |= env
+            if not job["page"]:  # two seconds each
+                run.write_report = grpo.write_report = lambda *_, **__: False
+            os.chdir(job["cwd"])
+            for fd, name in ((1, "out"), (2, "err")):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                os.dup2(os.open(f"{job['cwd']}/{name}-{rank}.txt", flags, 0o600), fd)
+            sys.argv, code = job["argv"], 0
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as end:
+                code = end.code or 0
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        pids.append(pid)
+    print(json.dumps(pids), flush=True)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 """
 
 
@@ -69,16 +75,25 @@ class Scripts:
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.parent = subprocess.Popen([sys.executable, "-c", FORK], env=ENV, cwd=folder, **pipes)
 
-    def start(self, script: str, *options: str, page: bool = False) -> int:
-        job = {"argv": [str(ROOT / script), *options], "cwd": str(self.folder), "page": page}
-        job |= {name: str(self.folder / f"{name}.txt") for name in ("out", "err")}
+    def start(self, script: str, *options: str, page: bool = False, ranks: int = 1) -> list[int]:
+        """Process ids of the ranks."""
+        job = {"argv": [str(ROOT / script), *options], "cwd": str(self.folder), "page": page, "ranks": [{}]}
+        if ranks > 1:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+            where |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            job["ranks"] = [{**where, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
         self.parent.stdin.write(json.dumps(job) + "\n")
         self.parent.stdin.flush()
-        return int(self.parent.stdout.readline())
+        return json.loads(self.parent.stdout.readline())
 
     def wait(self) -> tuple[int, str, str]:
-        code = int(self.parent.stdout.readline())
-        return code, *((self.folder / f"{name}.txt").read_text(errors="replace") for name in ("out", "err"))
+        """(exit code, what was printed, what went to stderr) of the first rank; any code of another, if its
+        own is 0."""
+        codes = json.loads(self.parent.stdout.readline())
+        texts = [(self.folder / f"{name}-0.txt").read_text(errors="replace") for name in ("out", "err")]
+        return next((code for code in codes if code), 0), *texts
 
     def __enter__(self) -> "Scripts":
         return self
@@ -91,8 +106,9 @@ class Scripts:
         self.start(script, *options, page=page)
         return self.wait()
 
-    def succeed(self, script: str, *options: str) -> str:
-        code, out, err = self(script, *options)
+    def succeed(self, script: str, *options: str, ranks: int = 1) -> str:
+        self.start(script, *options, ranks=ranks)
+        code, out, err = self.wait()
         assert code == 0, err[-3000:]
         return out
 
@@ -271,7 +287,7 @@ def test_a_killed_run_continues_bit_for_bit_and_mends_its_last_line(scripts, str
     """kill -9 leaves half a line in metrics.jsonl and half a checkpoint (volcengine/verl#4873,
     PrimeIntellect-ai/prime-rl#2992); the same command must go on as if nothing had happened."""
     out = scripts.folder / "killed"
-    pid = scripts.start("grpo.py", *command("killed"))
+    [pid] = scripts.start("grpo.py", *command("killed"))
     until(lambda: (out / "checkpoints/step_000002").exists())
     os.kill(pid, signal.SIGKILL)
     code, _, _ = scripts.wait()
@@ -380,7 +396,7 @@ def test_ctrl_c_saves_the_last_step_and_says_how_to_go_on(scripts, straight):
     """Steps since the last checkpoint are lost otherwise, hours of them on large models. What was begun of
     the next step is thrown away, for the same command samples it again."""
     out = scripts.folder / "interrupted"
-    pid = scripts.start("grpo.py", *command("interrupted", save_every="99", keep="9"))
+    [pid] = scripts.start("grpo.py", *command("interrupted", save_every="99", keep="9"))
     until(lambda: has_row(out, 1))
     os.kill(pid, signal.SIGINT)
     code, _, err = scripts.wait()
@@ -395,7 +411,7 @@ def test_ctrl_c_saves_the_last_step_and_says_how_to_go_on(scripts, straight):
 def test_a_second_ctrl_c_ends_the_run_at_once(scripts, meddle):
     """Who presses it twice does not want to wait for a slow disk; the last checkpoint is whole anyway."""
     out = scripts.folder / "twice_interrupted"
-    pid = scripts.start(meddle, "save slowly", *command("twice_interrupted", save_every="99"))
+    [pid] = scripts.start(meddle, "save slowly", *command("twice_interrupted", save_every="99"))
     until(lambda: has_row(out, 1))
     os.kill(pid, signal.SIGINT)
     time.sleep(1.5)
@@ -428,24 +444,13 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_last_checkpoint_whole(script
 # ---- two ranks ---------------------------------------------------------------------------------------------
 
 
-def torchrun(scripts, *options: str) -> subprocess.Popen:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    pipes = dict(stdout=subprocess.DEVNULL, stderr=(scripts.folder / "ranks.txt").open("w"))
-    return subprocess.Popen(
-        [*launcher, str(ROOT / "grpo.py"), *options], env=ENV, cwd=scripts.folder, **pipes
-    )
-
-
-def ended(scripts, job: subprocess.Popen) -> str:
-    job.wait(300)
-    return (scripts.folder / "ranks.txt").read_text()
-
-
 @pytest.fixture(scope="session")
 def two_ranks(scripts, cold) -> Path:
-    job = torchrun(scripts, *command("two_ranks"))
-    said = ended(scripts, job)
-    assert job.returncode == 0, said[-3000:]
+    """By torchrun itself."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    line = [*launcher, str(ROOT / "grpo.py"), *command("two_ranks")]
+    done = subprocess.run(line, env=ENV, cwd=scripts.folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     return scripts.folder / "two_ranks"
 
 
@@ -464,22 +469,19 @@ def test_two_ranks_that_were_interrupted_and_killed_continue_bit_for_bit(scripts
     """Ctrl-C reaches the ranks at different places: they must save the same step. kill -9 of one rank leaves
     the others in the middle of something."""
     out, again = scripts.folder / "two_killed", command("two_killed", keep="9")
-    job = torchrun(scripts, *again)
+    pids = scripts.start("grpo.py", *again, ranks=2)
     until(lambda: has_row(out, 1))
-    job.send_signal(signal.SIGINT)
-    said = ended(scripts, job)
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+    code, _, said = scripts.wait()
     step = rows(out)[-1]["step"]
     assert f"the same command continues after step {step}, which is saved" in said, said[-3000:]
-    assert run.latest(out)[0] == step
-    job = torchrun(scripts, *again, "--steps", "5")
+    assert code == 130 and run.latest(out)[0] == step
+    pids = scripts.start("grpo.py", *again, "--steps", "5", ranks=2)
     until(lambda: has_row(out, step + 1))
-    found = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    os.kill(int(found[-1]), signal.SIGKILL)
-    ended(scripts, job)
-    assert job.returncode != 0
-    job = torchrun(scripts, *again)
-    said = ended(scripts, job)
-    assert job.returncode == 0, said[-3000:]
+    os.kill(pids[1], signal.SIGKILL)
+    assert scripts.wait()[0] != 0  # the other ends by itself
+    scripts.succeed("grpo.py", *again, ranks=2)
     the_same_run(out, two_ranks, checkpoints=["step_000004"])
 
 
@@ -520,7 +522,8 @@ def test_bad_input_is_one_sentence_that_names_the_value_and_the_way_out(scripts,
     (scripts.folder / "note.txt").write_text("a note")
 
     def content():
-        files = (p for p in scripts.folder.rglob("*") if p.is_file() and p.name not in ("out.txt", "err.txt"))
+        said = ("out-0.txt", "err-0.txt")
+        files = (p for p in scripts.folder.rglob("*") if p.is_file() and p.name not in said)
         return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in files}
 
     before = content()
@@ -547,13 +550,9 @@ def test_a_command_that_was_refused_can_be_corrected(scripts, straight):
     assert scripts("grpo.py", *command("mistyped", 1, model="./clod"))[0] == 2
     assert scripts("grpo.py", *command("mistyped", 1, max_prompt="5"))[0] == 2
     scripts.succeed("grpo.py", *command("mistyped", 1, model="./cold"))
-
-
-def test_a_run_can_go_on_with_less_memory(scripts, cold):
-    """Out of memory, the program says what to lower: the same run must then take it."""
-    scripts.succeed("grpo.py", *command("smaller", 1))
-    more = dict(max_rows="9", cache_tokens="1024", tokens_per_row="900")
-    assert "continued after step 1" in scripts.succeed("grpo.py", *command("smaller", 2, **more))
+    # out of memory, the program says what to lower: the same run must then take it
+    less = dict(model="./cold", max_rows="9", cache_tokens="1024", tokens_per_row="900")
+    assert "continued after step 1" in scripts.succeed("grpo.py", *command("mistyped", 2, **less))
 
 
 def test_sft_refuses_to_write_over_a_model(scripts, cold):
@@ -563,6 +562,105 @@ def test_sft_refuses_to_write_over_a_model(scripts, cold):
     assert code == 2 and "Traceback" not in err
     assert "cold" in err.splitlines()[-1] and "--out" in err.splitlines()[-1]
     assert (cold / "model.safetensors").read_bytes() == before
+
+
+# ---- sft.py ------------------------------------------------------------------------------------------------
+
+SFT = "--preset tiny --teacher 320 --save_every 8 --threads 1 --out".split()
+
+
+def test_a_cold_start_that_is_killed_goes_on_and_gives_the_same_bits(scripts):
+    """kill -9 in the middle: weights and losses are those of the run that was left alone. An optimizer state
+    or an order of the data that starts anew shows in the first step."""
+    told = scripts.succeed("sft.py", *SFT, "taught")
+    assert "trained on" in told and told.count("<|im_start|>assistant") >= 1  # a sample is shown
+    assert not (scripts.folder / "taught.training").exists()
+    [running] = scripts.start("sft.py", *SFT, "taught_killed")
+    saved = scripts.folder / "taught_killed.training" / "checkpoints" / "step_000016"
+    until(saved.exists)
+    os.kill(running, signal.SIGKILL)
+    assert scripts.wait()[0] == -signal.SIGKILL
+    assert saved.exists() and not (scripts.folder / "taught_killed").exists()
+    assert "continued after step" in scripts.succeed("sft.py", *SFT, "taught_killed")
+    straight, killed = ((scripts.folder / name) for name in ("taught", "taught_killed"))
+    assert (killed / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+    rows = [[json.loads(line) for line in (f / "metrics.jsonl").open()] for f in (straight, killed)]
+    assert [row["step"] for row in rows[1]] == list(range(1, 41))
+    for a, b in zip(*rows):
+        assert all(a[key] == b[key] for key in ("step", "loss", "lr", "grad_norm", "tokens"))
+    code, _, err = scripts("sft.py", *SFT, "taught_killed")
+    assert code == 2 and "exists already" in err
+
+
+def test_other_data_in_the_same_folder_is_another_run(scripts, cold):
+    """A file that grew while the run was stopped would shuffle into an order in which some conversations come
+    twice and others never."""
+    file = scripts.folder / "said.jsonl"
+    said = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {i}?"},
+                {"role": "assistant", "content": f"{i}."},
+            ]
+        }
+        for i in range(10, 90)
+    ]
+    options = (
+        "--model cold --data said.jsonl --batch 2 --lr 1e-4 --save_every 1 --threads 1 --out other".split()
+    )
+    file.write_text("".join(json.dumps(row) + "\n" for row in said))
+    [running] = scripts.start("sft.py", *options)
+    saved = scripts.folder / "other.training" / "checkpoints" / "step_000002"
+    until(saved.exists)
+    os.kill(running, signal.SIGKILL)
+    scripts.wait()
+    file.write_text("".join(json.dumps(row) + "\n" for row in said[1:]))
+    code, _, err = scripts("sft.py", *options)
+    assert code == 2 and "other settings (sha256_examples" in err
+
+
+# ---- collect.py --------------------------------------------------------------------------------------------
+
+
+def test_rollouts_continue_after_a_kill_with_the_same_episodes_and_serve_both_commands(scripts, cold):
+    """A filter over 30,000 problems takes days: what a kill leaves, half a line and half a chunk included, is
+    kept, and the rest comes out as it would have. The second command samples nothing again."""
+    options = "--model cold --data problems.jsonl --samples 8 --chunk 2 --threads 1 --max_prompt 300"
+    options += " --max_new_tokens 150 --max_turns 3 --tool_seconds 5 --no-describe_tool --out rolled"
+    out = scripts.folder / "rolled"
+
+    def filtered() -> dict[str, str]:
+        scripts.succeed("collect.py", "filter", *options.split())
+        return {str(f.relative_to(out)): f.read_text() for f in out.rglob("*.json*")}
+
+    straight = filtered()
+    assert any(straight[f"problems/{d}.jsonl"] for d in ("easy", "medium", "hard"))
+    lines = straight["rollouts.jsonl"].splitlines(keepends=True)
+    assert len(lines) == 3
+    for kept, after in ((2, lines), (1, lines[:1] + lines)):  # the first chunk of two, and half of it
+        (out / "rollouts.jsonl").write_text("".join(lines[:kept]) + lines[kept][:25])
+        assert filtered() == {**straight, "rollouts.jsonl": "".join(after)}
+    assert "chunks of problems" not in scripts.succeed("collect.py", "collect", *options.split())
+    found = load_conversations(str(out / "conversations.jsonl"))
+    assert found
+    for c in found:
+        assert c["tools"] is None
+        assert [m["role"] for m in c["messages"]] == ["user", "assistant", "tool", "assistant"]
+    code, _, err = scripts("collect.py", "filter", *options.replace("--samples 8", "--samples 9").split())
+    assert code == 2 and "other settings (samples 8, now 9)" in err
+    short = options.replace("--max_prompt 300", "--max_prompt 5").replace("rolled", "short")
+    code, _, err = scripts("collect.py", "filter", *short.split())
+    assert code == 2 and "exceeds --max_prompt 5; raise it" in err
+
+
+def test_data_py_is_the_door_to_it(scripts):
+    """data.py --stitch, --filter, --collect: as a command data.py reaches up, as a module it does not."""
+    row = {"question": "How many?", "answer": "5 + 2 = <<5+2=7>>7\n#### 7"}
+    (scripts.folder / "set.jsonl").write_text(json.dumps(row) + "\n")
+    said = scripts.succeed("data.py", "--stitch", "--data", "set.jsonl", "--out", "made")
+    assert "1 conversations in made/conversations.jsonl" in said
+    (found,) = load_conversations(str(scripts.folder / "made"))
+    assert found["messages"][2] == {"role": "tool", "content": "7", "name": "python"}
 
 
 # ---- does it learn? ----------------------------------------------------------------------------------------

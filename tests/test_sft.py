@@ -3,15 +3,11 @@
 import copy
 import json
 import math
-import os
-import signal
-import time
 
 import pytest
 import torch
 from conftest import small_model
 from test_chat import MARKS, SCHEMA, assistant, tool, user, with_template
-from test_run import Scripts
 from torch import nn
 
 import chat
@@ -495,62 +491,3 @@ def test_an_output_folder_that_exists_is_not_written_over(tmp_path, capsys):
         assert end.value.code == 2
     said = capsys.readouterr().err
     assert "exists already" in said and "--model" in said
-
-
-# ---- a run -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory):
-    with Scripts(tmp_path_factory.mktemp("sft")) as found:
-        yield found
-
-
-RUN = "--preset tiny --teacher 320 --save_every 8 --threads 1 --out".split()
-
-
-def test_a_run_that_is_killed_goes_on_and_gives_the_same_bits(scripts):
-    """kill -9 in the middle: weights and losses are those of the run that was left alone. An optimizer state
-    or an order of the data that starts anew shows in the first step."""
-    told = scripts.succeed("sft.py", *RUN, "straight")
-    assert "trained on" in told and told.count("<|im_start|>assistant") >= 1  # a sample is shown
-    assert not (scripts.folder / "straight.training").exists()
-    running = scripts.start("sft.py", *RUN, "killed")
-    saved = scripts.folder / "killed.training" / "checkpoints" / "step_000016"
-    until = time.monotonic() + 120
-    while not saved.exists() and time.monotonic() < until:
-        time.sleep(0.005)
-    os.kill(running, signal.SIGKILL)
-    assert scripts.wait()[0] == -signal.SIGKILL
-    assert saved.exists() and not (scripts.folder / "killed").exists()
-    assert "continued after step" in scripts.succeed("sft.py", *RUN, "killed")
-    straight, killed = ((scripts.folder / name) for name in ("straight", "killed"))
-    assert (killed / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
-    rows = [[json.loads(line) for line in (f / "metrics.jsonl").open()] for f in (straight, killed)]
-    assert [row["step"] for row in rows[1]] == list(range(1, 41))
-    for a, b in zip(*rows):
-        assert all(a[key] == b[key] for key in ("step", "loss", "lr", "grad_norm", "tokens"))
-    code, _, err = scripts("sft.py", *RUN, "killed")
-    assert code == 2 and "exists already" in err
-
-
-def test_other_data_in_the_same_folder_is_another_run(scripts):
-    """A file that grew while the run was stopped would shuffle into an order in which some conversations come
-    twice and others never."""
-    file = scripts.folder / "said.jsonl"
-    said = [{"messages": [user(f"What is {i}?"), assistant(f"It is {i}.")]} for i in range(10, 90)]
-    scripts.succeed("sft.py", *"--preset tiny --teacher 40 --out small".split())
-    options = (
-        "--model small --data said.jsonl --batch 2 --lr 1e-4 --save_every 1 --threads 1 --out other".split()
-    )
-    file.write_text("".join(json.dumps(row) + "\n" for row in said))
-    running = scripts.start("sft.py", *options)
-    saved = scripts.folder / "other.training" / "checkpoints" / "step_000002"
-    until = time.monotonic() + 120
-    while not saved.exists() and time.monotonic() < until:
-        time.sleep(0.005)
-    os.kill(running, signal.SIGKILL)
-    scripts.wait()
-    file.write_text("".join(json.dumps(row) + "\n" for row in said[1:]))
-    code, _, err = scripts("sft.py", *options)
-    assert code == 2 and "other settings (sha256_examples" in err
