@@ -32,7 +32,7 @@ import tiny
 from chat import encode_prompt
 from config import Config as RunConfig
 from data import Problem, check_values, fail, load_rows, parse_args
-from episodes import Agents
+from episodes import Agents, fitting
 from run import make_folder, open_run, read_rows, run_script, write_rows, write_whole
 from sampling import random_key
 from terminal import clock
@@ -113,11 +113,7 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
     may_change = {"out", "limit", "keep", "easy", "hard", "max_rows", "cache_tokens", "threads"}
     open_run(out, asdict(config), may_change)
     schema = [PythonTool.described(config.tool_name)] if config.describe_tool else None
-    fit = [r for r in rows if len(encode_prompt(tokenizer, r[1].messages, schema)) <= config.max_prompt]
-    if rank == 0 and len(fit) < len(rows):
-        print(f"{len(rows) - len(fit)} problems left out, their prompts exceed --max_prompt")
-    if not fit:
-        fail(f"every prompt of --data {config.data} exceeds --max_prompt {config.max_prompt}; raise it")
+    fit = fitting(rows, [len(encode_prompt(tokenizer, r[1].messages, schema)) for r in rows], config, model)
     file = out / "rollouts.jsonl"
     lines = read_rows(file)
     stored = {row["problem"]: row for row in lines}
@@ -243,7 +239,8 @@ def main(argv: list[str]) -> None:
     if what not in ("filter", "collect", "stitch", "help"):
         fail("say first what to make: filter, collect or stitch; --help shows the options")
     c = parse_args(Config, ["--help"] if what == "help" else argv)
-    check_values(c, "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows", "threads")
+    counts = "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows"
+    check_values(c, counts + " limit" * (c.limit is not None), "threads")
     if not 0 <= c.hard < c.easy <= 1:
         fail(f"--hard {c.hard} --easy {c.easy}: take shares of right episodes, the first below the second")
     if not c.model and what != "stitch":

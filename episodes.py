@@ -47,10 +47,10 @@ class Agents:
 
     def prompt(self, problem) -> list[int]:
         ids = self.encode(problem)
-        if len(ids) > self.config.max_prompt:
+        if len(ids) > (most := longest_prompt(self.config, self.sampler.model)):
             fail(
-                f"problem {problem.id} has a prompt of {len(ids)} tokens, more than --max_prompt "
-                f"{self.config.max_prompt}; raise it, or take the problem out of the data"
+                f"problem {problem.id} has a prompt of {len(ids)} tokens, more than {most} (--max_prompt "
+                f"{self.config.max_prompt}, and the model's context); take it out of the data, or raise that"
             )
         return ids
 
@@ -111,6 +111,27 @@ class Agents:
             "reward": sum(parts.values()),
             "reward_parts": parts,
         }
+
+
+def longest_prompt(config, model) -> int:
+    """Tokens: max_prompt, or what leaves room for one more in the model's context."""
+    return min(config.max_prompt, model.config.max_position_embeddings - 1)
+
+
+def fitting(items: list, lengths: list[int], config, model) -> list:
+    """The items whose prompt, of so many tokens, is not too long; ends the program if there is none."""
+    most = longest_prompt(config, model)
+    found = [item for item, length in zip(items, lengths) if length <= most]
+    if items and not found:
+        fail(
+            f"the shortest prompt of --data {config.data} has {min(lengths)} tokens, more than {most} "
+            f"(--max_prompt {config.max_prompt}, and the model's context); raise it, or --no-describe_tool"
+        )
+    if dist.get_rank() == 0 and len(found) < len(items):
+        print(
+            f"{len(items) - len(found)} of {len(items)} problems left out, their prompts exceed {most} tokens"
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -37,8 +37,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import policy as net
 from attention import Segments, trunk
-from config import PRESETS, Config
-from data import fail, parse_args
+from config import PRESETS, Config, check
+from data import check_values, fail, parse_args
 from kernels.linear_logprob import slices
 from kernels.logprob import CACHED
 
@@ -352,6 +352,8 @@ class Options(Config):
 
 def main() -> None:
     c = parse_args(Options, presets=PRESETS)
+    check(c)
+    check_values(c, "ranks memory")
     device, rates = ("cuda", H100) if c.model else ("cpu", None)
     print(f"{c.preset}, {c.ranks} rank(s) with {c.memory} GB: computed, not run")
     print(predict(c, known(c.model), c.ranks, device, c.memory * 1e9, rates))

@@ -37,7 +37,7 @@ import sft
 import tiny
 from config import PRESETS, Config, check
 from data import fail, load_problems, parse_args
-from episodes import Agents, alarms, evaluate, measure
+from episodes import Agents, alarms, evaluate, fitting, measure
 from loss import group_advantages, kl_estimate, loss_weights, policy_loss
 from run import Log, Stop, checkpoint, latest, listen, open_run, read_rows, restore, run_script, write_report
 from sampling import random_key
@@ -345,14 +345,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     fit.rehearse(plan, policy, optimizer, agents.sampler, config, device, ref)
     for problem in unseen:
         agents.prompt(problem)  # a prompt that is too long ends the run now, not in its first evaluation
-    fits = [p for p in data if len(agents.encode(p)) <= config.max_prompt]
-    if data and not fits:
-        fail(
-            f"every prompt of --data {config.data} is longer than --max_prompt {config.max_prompt}; raise it"
-        )
-    if rank == 0 and len(fits) < len(data):
-        print(f"{len(data) - len(fits)} of {len(data)} problems left out, their prompts exceed --max_prompt")
-    data = fits
+    data = fitting(data, [len(agents.encode(p)) for p in data], config, model)
 
     def due(step: int) -> bool:
         return step % config.eval_every == 0 or step == config.steps

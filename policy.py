@@ -49,7 +49,9 @@ def load(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     """
     path = Path(name).expanduser()
     gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    if name.startswith((".", "/", "~")) or gguf:
+    if (path / "checkpoints").is_dir():
+        fail(f"--model {name} is a run; its policies are {path}/checkpoints/step_.../model")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or gguf:  # a hub name has one slash at most
         if not path.exists():
             beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
             near = difflib.get_close_matches(path.name, beside, 1)

@@ -36,7 +36,10 @@ from tracker import numbers, start_tracker
 def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
     """A new folder with config.json, or the same run again; anything else is refused, not written over."""
     file = out / "config.json"
-    old = json.loads(file.read_text()).get("config") if file.is_file() else None
+    try:
+        old = json.loads(file.read_text()).get("config") if file.is_file() else None
+    except (ValueError, AttributeError):
+        fail(f"{file} is not that of a run; give another --out")
     if old:
         changed = [k for k, v in settings.items() if k not in may_change and old.get(k) != v]
         made = ("cold_start", "metrics.jsonl", "checkpoints", "rollouts.jsonl")

@@ -259,7 +259,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", choices=[[], *CLAIMS], help="claims; none: all")
+    names = [[], *CLAIMS]  # [] is what argparse checks where none is given
+    parser.add_argument(
+        "names", nargs="*", choices=names, metavar="CLAIM", help=f"{', '.join(CLAIMS)}; none: all"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20, help="steps of an arm")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"))

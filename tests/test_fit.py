@@ -294,3 +294,19 @@ if __name__ == "__main__":
     torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     layers = int(sys.argv[1]) if len(sys.argv) > 1 else 4
     print(json.dumps([[n, track(n, layers)] for n in ([512, 23040] if layers == 4 else [23040])]))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--ranks", "0"], "--ranks 0: take more than 0"),
+        (["--memory", "-5"], "--memory -5.0: take more than 0"),
+        (["--group", "1"], "--group 1: a group of one"),
+    ],
+)
+def test_the_table_is_refused_for_settings_that_the_run_would_refuse(monkeypatch, capsys, options, words):
+    """It fits, for a run that cannot be started, is no answer."""
+    monkeypatch.setattr(sys, "argv", ["fit.py", "--preset", "qwen3-4b", *options])
+    with pytest.raises(SystemExit):
+        fit.main()
+    assert words in capsys.readouterr().err

@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -509,6 +510,16 @@ REFUSED = {  # options, and the words that the sentence must have: the value, an
     "a folder that is no run": (["--out", "mine"], ["mine", "--out"]),
     "a model folder as the run": (["--out", "cold"], ["cold", "--out"]),
     "a file as the run": (["--out", "note.txt"], ["note.txt", "--out"]),
+    "another program's configuration": (["--out", "other_program"], ["config.json", "--out"]),
+    "a run as the model": (["--model", "straight"], ["straight", "checkpoints/step_"]),
+    "a checkpoint that is gone": (
+        ["--model", "runs/x/checkpoints/step_000001/model"],
+        ["step_000001", "no such"],
+    ),
+    "a context that leaves no room": (
+        ["--model", "narrow", "--max_prompt", "700", "--out", "none"],
+        ["89", "context"],
+    ),
 }
 
 
@@ -520,6 +531,14 @@ def test_bad_input_is_one_sentence_that_names_the_value_and_the_way_out(scripts,
     (scripts.folder / "mine").mkdir(exist_ok=True)
     (scripts.folder / "mine/thesis.txt").write_text("years of work")
     (scripts.folder / "note.txt").write_text("a note")
+    (scripts.folder / "other_program").mkdir(exist_ok=True)
+    (scripts.folder / "other_program/config.json").write_text("[section]")
+    if name == "a context that leaves no room":
+        shutil.copytree(scripts.folder / "cold", scripts.folder / "narrow")
+        config = json.loads((scripts.folder / "narrow/config.json").read_text())
+        (scripts.folder / "narrow/config.json").write_text(
+            json.dumps(config | {"max_position_embeddings": 90})
+        )
 
     def content():
         said = ("out-0.txt", "err-0.txt")
@@ -650,7 +669,7 @@ def test_rollouts_continue_after_a_kill_with_the_same_episodes_and_serve_both_co
     assert code == 2 and "other settings (samples 8, now 9)" in err
     short = options.replace("--max_prompt 300", "--max_prompt 5").replace("rolled", "short")
     code, _, err = scripts("collect.py", "filter", *short.split())
-    assert code == 2 and "exceeds --max_prompt 5; raise it" in err
+    assert code == 2 and "more than 5 (--max_prompt 5" in err
 
 
 def test_data_py_is_the_door_to_it(scripts):
