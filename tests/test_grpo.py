@@ -668,7 +668,8 @@ def test_a_setting_that_cannot_work_is_refused_before_the_run(capsys, options, s
 def test_the_policy_reads_and_calls_the_tool_by_its_name(tokenizer):
     """The published models were cold-started on calls of code_interpreter: asked for python, they are told at
     every call that there is no such tool."""
-    hf = small_model("qwen3", vocab_size=len(tokenizer), num_hidden_layers=2)
+    more = dict(vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=1000)
+    hf = small_model("qwen3", **more)
     tool = SimpleNamespace(schema=PythonTool.described("code_interpreter"))
     agents = Agents(hf, tokenizer, tool, settings(max_prompt=2000, tool_name="code_interpreter"))
     asked = tokenizer.decode(

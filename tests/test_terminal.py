@@ -74,7 +74,11 @@ class Pty:
         self.master, slave = pty.openpty()
         self.resize(columns, height)
         env = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT), **env}
-        start = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731  Ctrl-C comes through it
+
+        def start():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background ignores it
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C comes through it
+
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
         self.process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=start, **streams)
         os.close(slave)
