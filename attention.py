@@ -58,10 +58,9 @@ def packed_weights(model):
     unit reads them, since each product orders them again otherwise, a third of its time at 32 rows; or, where
     the processor does not multiply bfloat16, in float32, the result rounded as such a unit would. Made anew
     each time, so they are never those of an older step. Other models stay as they are."""
-    layers = []
+    layers, unit = [], multiplies_bfloat16()
     if model.device.type == "cpu":
         layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.bfloat16]
-    unit = multiplies_bfloat16() if layers else False
 
     def linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         if unit:

@@ -244,7 +244,7 @@ def predict(config, model_config, ranks: int, device: str, memory: float = 0, ra
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         with suppress(OSError, ValueError):  # a container may have less; "max": it has not
             memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-        memory /= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        memory /= net.ranks_here(ranks)
         with suppress(OSError):  # resets the peak: a cold start may have had a higher one
             Path("/proc/self/clear_refs").write_text("5")
     where = model_config, ranks, device, memory or torch.cuda.mem_get_info()[1], rates or measure(device)

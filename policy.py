@@ -280,11 +280,15 @@ def take_turns(n: int):
     return itertools.takewhile(lambda i: i < n, (_store.add(key, 1) - 1 for _ in itertools.count()))
 
 
+def ranks_here(ranks: int) -> int:
+    """Ranks on this node, which share its cores and memory: torchrun says how many, else all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def set_threads(threads: int, ranks: int) -> int:
     """Give this rank `threads` CPU threads, or for 0 its share of its node's cores; returns the share."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // ranks)
+    share = max(1, cores // ranks_here(ranks))
     torch.set_num_threads(threads or share)
     return share
 
