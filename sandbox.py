@@ -37,7 +37,7 @@ LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
 CAPSET = LIBC.capset if LINUX else None  # looked up once, not in every child
 REMOVE = ("sh", "-c", '(chmod -R u+rwx "$0"; rm -rf "$0") 2>/dev/null')  # a folder of any depth and modes
-CHANGES = attrgetter("st_mode", "st_size", "st_ctime_ns")  # of a folder; the last is coarse
+CHANGES = attrgetter("st_mode", "st_ctime_ns")  # of a folder: what is done to it, whatever is in it
 # Since Linux 6.14 each process namespace has its own pid_max, which binds root too (RLIMIT_NPROC does not).
 LIMITED_PIDS = LINUX and tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 14)
 
@@ -84,7 +84,7 @@ def serve(fds: list[int], box: str, modules: list[str]) -> None:
     os.close(answer_end)
     namespaces = os.read(answer, 7) == b"granted"
     for _ in range(9):  # what Python prepares at the first runs is then ready in every child
-        execute("print(1)\nNone", echo=True)
+        execute("print(1)\nNone", echo=True)  # without `finish`, after which no thread is waited for again
     gc.collect()
     gc.freeze()  # children share these pages until they write to them
     fds = [os.dup(fd) for fd in fds]  # low numbers: select takes none above 1023
@@ -160,7 +160,8 @@ def call(job: dict, box: str, namespaces: bool, count: bool, host: int = 3) -> d
         stream.read()
     for fd in fds:
         os.close(fd)
-    if CHANGES(os.stat(box)) != fresh:  # something was left in it, or done to it
+    # By its list too: clocks of file systems stand still for milliseconds.
+    if CHANGES(os.stat(box)) != fresh or os.listdir(box):
         empty(box, namespaces)
     return reply | describe(job, out, err, ended or killed, timed_out=not (ended or crowded))
 
@@ -247,7 +248,7 @@ def become_program(job: dict, box: str, namespaces: bool, streams: tuple, limits
         CAPSET(struct.pack("Ii", 0x20080522, 0), bytes(24))  # no capabilities
     os.closerange(3, 256)
     random.seed(0)  # with hash seed and numpy's seed: the same program prints the same
-    os._exit(execute(job["code"], job["echo"]))
+    os._exit(finish(job["code"], execute(job["code"], job["echo"])))
 
 
 def execute(code: str, echo: bool) -> int:
@@ -265,7 +266,13 @@ def execute(code: str, echo: bool) -> int:
         sys.displayhook(last and eval(compile(ast.Expression(last.value), NAME, "eval"), main.__dict__))
     except BaseException as error:
         status = report(error, code)
-    try:  # as at the end of any program: wait for threads, then run what is registered with atexit
+    return status
+
+
+def finish(code: str, status: int) -> int:
+    """As at the end of any program: wait for threads, run what is registered with atexit, write out what
+    buffers of Python and of C hold; the exit code."""
+    try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
@@ -274,6 +281,7 @@ def execute(code: str, echo: bool) -> int:
     for stream in (sys.stdout, sys.stderr):
         with suppress(BaseException):  # closed by the program
             stream.flush()
+    LIBC.fflush(None)
     return status
 
 
@@ -368,9 +376,10 @@ def refuse_system_calls() -> bool:
     """Give up new rights and the calls above for good, children included (seccomp). False if not granted."""
     architecture, numbers = REFUSED.get(os.uname().machine, (0, ""))
     numbers = [int(number) for number in numbers.split()]
-    program = [(0x20, 0, 0, 4), (0x15, 0, len(numbers) + 2, architecture)]  # this architecture
-    program += [(0x20, 0, 0, 0), (0x35, len(numbers), 0, 0x40000000)]  # no call of x86-64's second table
-    program += [(0x15, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
+    refuse = len(numbers) + 5  # the last line; from line i a jump there skips refuse - i - 1 lines
+    program = [(0x20, 0, 0, 4), (0x15, 0, refuse - 2, architecture)]  # no 32-bit calls
+    program += [(0x20, 0, 0, 0), (0x35, refuse - 4, 0, 0x40000000)]  # none of x86-64's x32
+    program += [(0x15, refuse - i - 1, 0, number) for i, number in enumerate(numbers, 4)]
     program += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001)]  # allow; refuse with EPERM
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))

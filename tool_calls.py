@@ -84,6 +84,7 @@ def _decode_call(text: str, start: int) -> tuple[ToolCall | None, int]:
 
 
 JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
+JSON_TYPES["object"] = dict
 
 
 def mismatch(name: str, arguments: dict, parameters: dict) -> str:
@@ -99,7 +100,8 @@ def mismatch(name: str, arguments: dict, parameters: dict) -> str:
         return f"{name} needs {', '.join(missing)}"
     for key, value in arguments.items():
         kind = known[key].get("type")
-        if not isinstance(value, JSON_TYPES.get(str(kind), object)):
+        number = isinstance(value, bool) and kind in ("integer", "number")  # to Python, not to JSON
+        if number or not isinstance(value, JSON_TYPES.get(str(kind), object)):
             return f"{key} must be a {kind}, got {type(value).__name__}"
     return ""
 

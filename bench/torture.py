@@ -266,6 +266,15 @@ PROGRAMS = {
         "error",
         "Error",
     ),
+    "socket by the 32-bit table of calls": (  # 359 is socket there; its code: mov eax, 359 ... int 0x80, ret
+        "import ctypes, mmap\nm = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)\n"
+        "m.write(bytes.fromhex('53b867010000bb01000000b90100000031d2cd805bc3'))\n"
+        "f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\n"
+        "assert f < 0, f",
+        3,
+        "ok killed",
+        "",
+    ),
     "shared memory that outlives the call": (
         LIBC + "print(libc.shmget(0x1234, 1 << 20, 0o1666))",
         3,
