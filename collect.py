@@ -59,7 +59,7 @@ class Config:
     describe_tool: bool = True  # the prompt describes the tool
     tool_name: str = "python"  # what the model calls the tool by; code_interpreter for the paper's models
     tool_seconds: float = 30.0  # wall clock of a tool call
-    tool_memory: int = 2048  # MB of a tool call
+    tool_memory: int = 2048  # MB of each process of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
     max_rows: int = 128  # episodes that decode together on a rank
     cache_tokens: int | None = None  # tokens of a rank's KV cache; none: what max_rows need and memory allows
@@ -239,7 +239,8 @@ def main(argv: list[str]) -> None:
     if what not in ("filter", "collect", "stitch", "help"):
         fail("say first what to make: filter, collect or stitch; --help shows the options")
     c = parse_args(Config, ["--help"] if what == "help" else argv)
-    counts = "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows"
+    counts = "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows tool_seconds "
+    counts += "tool_memory tool_chars"
     check_values(c, counts + " limit" * (c.limit is not None), "threads")
     if not 0 <= c.hard < c.easy <= 1:
         fail(f"--hard {c.hard} --easy {c.easy}: take shares of right episodes, the first below the second")
@@ -263,7 +264,10 @@ def main(argv: list[str]) -> None:
         print(f"{len(found)} conversations in {out / 'conversations.jsonl'}", end="")
         print("".join(f", {n} left out ({why})" for why, n in left_out.items()))
         return
-    fit, rolled = roll_out(c, rows, out)
+    try:
+        fit, rolled = roll_out(c, rows, out)
+    except ValueError as error:
+        fail(str(error))
     if dist.get_rank() == 0:
         (filter_problems if what == "filter" else collect)(c, fit, rolled, out)
     dist.destroy_process_group()

@@ -98,10 +98,10 @@ def _to_problem(row: dict, n: int, family: str, tool: bool) -> Problem:
     row = {column.lower().replace(" ", "_"): value for column, value in row.items()}
     name = next((row[c] for c in ID if row.get(c) is not None), f"{family}-{n:02d}")
     family = family if family in NAMED else str(row.get("family") or row.get("data_source") or family)
-    before, text, math = [], next((row[c] for c in PROBLEM if row.get(c)), None), "math"
+    before, text, form = [], next((row[c] for c in PROBLEM if row.get(c)), None), "math"
     match _parsed(text):
         case [*before, {"content": text}]:  # chat messages: what stands before the problem is kept
-            math = "number"
+            form = "number"
     if not isinstance(text, str) or not (text := text.strip()):
         raise ValueError(f"no problem; expected text in one of {', '.join(PROBLEM)}")
     if "correct_answer" in row:  # GPQA: options in an order that is the same in every process
@@ -121,7 +121,7 @@ def _to_problem(row: dict, n: int, family: str, tool: bool) -> Problem:
     elif re.fullmatch(r"\(?[A-J][).]?", gold) and (domain or re.search(r"(?ms)^\W*A\b.*^\W*B\b", text)):
         kind, final, gold = "choice", "choice", gold.strip("().")
     else:
-        kind, final = "math", math
+        kind, final = "math", form
     opening = OPENING[kind].format(domain=f"{domain} ".lower() if domain else "")
     if family in ("math_dapo", "mega-science"):  # these bring their own instructions
         opening, tool = "", False
@@ -152,7 +152,7 @@ def _gold(row: dict, problem: str, family: str) -> str | dict:
         if not re.fullmatch(r"0*\d{1,3}", gold):
             raise ValueError(f"the answer {gold!r} is not one of AIME, an integer from 0 to 999")
         gold = str(int(gold))
-    if gold != "385" and re.search(r"(?is)sin\W*2\W*pi\W*x.*cos\W*3\W*pi\W*y", problem):
+    if gold == "384" and re.search(r"(?is)sin\W*2\W*pi\W*x.*cos\W*3\W*pi\W*y", problem):
         print(f"{gold} is a known wrong gold of AIME 2024 I, problem 12; 385 is used", file=sys.stderr)
         gold = "385"
     return gold

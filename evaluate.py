@@ -30,7 +30,7 @@ import tiny
 from chat import encode_prompt
 from data import Problem, check_values, fail, load_problems, parse_args
 from episodes import mean_interval
-from policy import compute_dtype, init_process_group, load
+from policy import compute_dtype, init_process_group, load, share_of_cores
 from rollout import Sampler, Trajectory, run_agent
 from run import make_folder, read_rows, run_script, write_rows, write_whole
 from terminal import clock
@@ -54,9 +54,11 @@ class Config:
     dtype: str = ""  # of compute: float32 or bfloat16; empty: float32 on CPU, bfloat16 on GPU
     tool_name: str = "python"  # what the model calls the tool by; code_interpreter for the paper's models
     tool_seconds: float = 30.0  # wall clock of a tool call
-    tool_memory: int = 2048  # MB of a tool call
+    tool_memory: int = 2048  # MB of each process of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
-    tool_workers: int | None = None  # processes that run code; default: by cores
+    tool_workers: int | None = (
+        None  # programs at the same time on a rank; default: its share of the cores, 2 or more
+    )
     sandbox: str = "namespaces"  # of the tool; "bwrap": the same inside bubblewrap, which hides your files
     chunk: int = 16  # problems sampled together, then written
     max_rows: int = 64  # trajectories that decode together
@@ -110,7 +112,7 @@ def summarize(rows: list[dict], samples: int, as_published: bool = False) -> dic
     of = {name: np.array([row[name] for row in rows]) for name in names}
     marks = of["correct"].reshape(-1, samples).tolist()
     said = [[row["prediction"] for row in rows[i : i + samples]] for i in range(0, len(rows), samples)]
-    ks = [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
+    ks = sorted({k for k in (1, 2, 4, 5, 8, 16, 32, 64, 128, 256, samples) if k <= samples})
     table = {"problems": len(marks)} | dict(zip((f"avg@{samples}", "low", "high"), mean_interval(marks)))
     table |= {f"pass@{k}": np.mean([pass_at_k(samples, sum(m), k) for m in marks]) for k in ks}
     if "code" not in of["kind"]:  # programs do not vote
@@ -200,7 +202,10 @@ def grade(problem: Problem, t: Trajectory, tokenizer, tool: PythonTool) -> dict:
 
 def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: list[int], file: Path) -> None:
     """Sample the missing problems; a chunk of them is graded and appended to the file at once."""
-    limits = (cfg.tool_workers, cfg.tool_seconds, cfg.tool_memory, cfg.tool_chars, cfg.sandbox, cfg.tool_name)
+    math_equal.counts.clear()
+    # no more programs than cores: waiting for one, a program would come to its limit of time
+    workers = cfg.tool_workers or max(2, share_of_cores(dist.get_world_size()))
+    limits = (workers, cfg.tool_seconds, cfg.tool_memory, cfg.tool_chars, cfg.sandbox, cfg.tool_name)
     with PythonTool(*limits) as tool, ThreadPoolExecutor() as threads:
         described = [tool.schema] if with_tool and cfg.data != "tiny" else None  # tiny: bare questions
         prompts = {i: encode_prompt(tokenizer, problems[i].messages, described) for i in missing}
@@ -227,7 +232,7 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
             print(f"{file.stem}, {'tool' if with_tool else 'no tool'}: {ready}/{len(missing)} problems, "
                   f"{right / ready / cfg.samples:.3f} right, {left} left", flush=True)  # fmt: skip
         for cause, count in math_equal.counts.items():
-            print(f"{file.stem}: {count} answers counted as wrong without a comparison: {cause}", flush=True)
+            print(f"{file.stem}: {count} answers counted as wrong: {cause}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:

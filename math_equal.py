@@ -43,7 +43,10 @@ _MATRIX = _MATRIX.replace("MATRIX", r"(?:[bpB]?matrix|array\}\s*\{[^{}]*|array)"
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _POWER = rf"(?<=[\w)\]}}])\s*(\\text\s*\{{)?\s*({'|'.join(_POWERS)})\b"
 _REWRITES = [
-    (r"^\s*(?:\\\(|\\\[|\$+)(.*?)(?:\\\)|\\\]|(?<!\\)\$+)\s*$", r"\1"),  # delimiters around the whole answer
+    (
+        r"^\s*(?:\\\(|\\\[|\${1,2})(.*?)(?:\\\)|\\\]|(?<!\\)\${1,2})\s*$",
+        r"\1",
+    ),  # delimiters around the whole answer
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", ""),
     (r"(?<!\\)\\[,;:> \n]|\\q?quad(?![A-Za-z])|[\s\u00a0]+", " "),
     (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\\frac{\1\2}{\3\4}"),
@@ -162,13 +165,16 @@ def _interval(text: str) -> str:
     return rf"{found[3]}\in{'(['['=' in left]}{low},{high}{')]'['=' in right]}"
 
 
+_WORDS = r"(?=.{4})(?=.*[A-Za-z]{3})[A-Za-z]+(?:(?:[-'.]|\.? )[A-Za-z]+)*"  # p - q and ad-bc are none
+
+
 def equal(gold: str, pred: str) -> bool | None:
     """Takes both apart until the pieces can be compared. None: gold is no mathematics, pred other words."""
     gold, pred = clean(gold), clean(pred)
     if _squeeze(gold) == _squeeze(pred):
         return gold != ""
-    if re.fullmatch(rf"\(?\s*{_STYLE}\s*\{{[^{{}}0-9]*\}}\s*\)?|[A-Za-z][A-Za-z .'-]{{3,}}", gold):
-        words = [re.findall(r"\w+", _unwrapped(text).casefold()) for text in (gold, pred)]
+    if re.fullmatch(rf"\(?\s*{_STYLE}\s*\{{[^{{}}0-9]*\}}\s*\)?|{_WORDS}", gold):
+        words = [re.findall(r"\w+|[+*/^=<>]|\B-|-\B", _unwrapped(text).casefold()) for text in (gold, pred)]
         return words[0] == words[1] != [] or None
     (gold, unit), (pred, pred_unit) = _without_unit(gold), _without_unit(pred)
     if unit and pred_unit and unit != pred_unit:
@@ -286,7 +292,7 @@ def same_answer(gold: str, answer: str) -> bool:
     if verdict not in ("True", "False"):
         counts[verdict] += 1
     if verdict == "unparsable_gold":
-        _warn_once(f"gold answer {gold!r} is no mathematics: only the same words are rewarded")
+        _warn_once(f"the answer {gold!r} is no mathematics: it equals only its own words")
     return verdict == "True"
 
 

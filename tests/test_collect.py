@@ -214,6 +214,7 @@ def test_solutions_that_python_does_not_confirm_are_left_out_and_counted():
         ("--data d", "say first what to make"),
         ("filter --data tiny --out o", "--model says who rolls out"),
         ("--filter --data tiny --out o --model m --samples 0", "--samples 0: take more than 0"),
+        ("filter --data tiny --out o --model m --tool_chars 0", "--tool_chars 0: take more than 0"),
         ("filter --data tiny --out o --model m --hard 0.8", "--hard 0.8 --easy 0.75"),
         ("collect --data nowhere --out o --model m", "no file or folder 'nowhere'"),
         ("collect --out o --model m", "--data is required"),

@@ -173,7 +173,8 @@ def test_the_known_wrong_gold_of_aime_2024_is_replaced_and_told(tmp_path, capsys
     text = "Find the number of intersections of $y=4 g(f(\\sin (2 \\pi x)))$ and $x=4 g(f(\\cos(3\\pi y)))$."
     assert one(tmp_path, {"problem": text, "answer": "384"}, "aime2024.jsonl").answer == "385"
     assert "384 is a known wrong gold of AIME 2024 I, problem 12; 385 is used" in capsys.readouterr().err
-    assert one(tmp_path, {"problem": text, "answer": "385"}, "aime2024.jsonl").answer == "385"
+    for gold in ("385", "12"):  # 12: of another problem, built like it
+        assert one(tmp_path, {"problem": text, "answer": gold}, "mine.jsonl").answer == gold
     assert not capsys.readouterr().err
 
 

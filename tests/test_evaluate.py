@@ -1,11 +1,9 @@
 """The numbers of an evaluation against brute force, and its bookkeeping: kill, resume, ranks, conditions."""
 
-import inspect
 import itertools
 import json
 import math
 import random
-import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,7 +128,7 @@ def test_an_interval_is_not_empty_when_every_sample_failed():
 
 
 @pytest.mark.parametrize("problems, rate, alike", [(30, 0.03, 1), (30, 0.5, 1), (200, 0.2, 1), (30, 0.1, 5)])
-def test_at_least_95_of_100_intervals_hold_the_true_mean(problems, rate, alike):
+def test_about_95_of_100_intervals_hold_the_true_mean(problems, rate, alike):
     """Problems differ by a Beta law. Of m +- 1.96 se only 76 in 100 do in the first case."""
     generator, hits, rounds = np.random.default_rng(0), 0, 400
     for _ in range(rounds):
@@ -403,13 +401,6 @@ def test_bad_settings_end_with_one_sentence_and_write_nothing(run, capsys, optio
     assert not run.state.out.exists()
 
 
-def test_every_setting_is_read_somewhere():
-    """Open-AgentRL's scripts set a flag for dynamic sampling that nothing reads."""
-    body = inspect.getsource(evaluate).split("class Config")[1].split("\n\n\n", 1)[1]
-    for name in evaluate.Config.__dataclass_fields__:
-        assert re.search(rf'cfg\.{name}\b|"{name}"', body), f"--{name} changes nothing"
-
-
 def test_a_budget_as_long_as_the_context_is_told(run, capsys):
     """open-rs issue 13: 4096 new tokens in a context of 4096 cut the prompt in silence."""
     run("--max_new_tokens", "100")
@@ -421,10 +412,10 @@ def test_golds_that_are_no_mathematics_are_counted_aloud(run, capsys):
     run.state.data.write_text(json.dumps({"problem": "p", "answer": "\\text{see the table}"}) + "\n")
     with pytest.warns(UserWarning, match="is no mathematics"):
         math_equal._warn_once.cache_clear()
-        math_equal.counts.clear()
+        math_equal.counts["unparsable_gold"] = 9  # of a condition before this one
         summary = run()
     assert summary["with the tool"]["avg@4"] == 0.0
-    assert "4 answers counted as wrong without a comparison: unparsable_gold" in capsys.readouterr().out
+    assert "4 answers counted as wrong: unparsable_gold" in capsys.readouterr().out
 
 
 def test_code_programs_are_graded_by_their_tests(run):

@@ -96,10 +96,24 @@ def test_without_a_box_there_is_no_answer_and_nothing_is_evaluated(text):
     assert time.perf_counter() - start < 0.1
 
 
+@pytest.mark.parametrize(
+    "part", ["$", "\\(", "\\text{", " ", "1,", "_", "^", "[", "\\frac", "1/", "%", "=", "."]
+)
+def test_an_answer_of_one_sign_two_thousand_times_takes_no_time_to_read(part):
+    """It is read in the trainer itself, where no limit of time reaches it."""
+    text = part * (1990 // len(part)) + "x"
+    start = time.perf_counter()
+    math_equal.clean(text)
+    assert time.perf_counter() - start < 0.5
+
+
 # ---------------------------------------------------------------- answers that are equal, or only look it
 
 # One pair a line: gold, answer in the box.
 EQUAL = r"""
+p - q | -q + p
+ad-bc | -bc+ad
+well-known | Well known
 27 | 027
 027 | 27
 0 | 000
@@ -203,6 +217,12 @@ a=1,b=2 | b=2, a=1
 \text{no solution} | \text{No solution.}
 """
 DIFFERENT = r"""
+p - q | p + q
+p - q | p, q
+R - r | r - R
+ad-bc | ad+bc
+\text{p - q} | p + q
+well-known | well+known
 70 | 007
 8 | 9
 12345678901 | 12345678902
