@@ -10,16 +10,20 @@ Two rules hold here:
 - where a turn begins and ends is known from the template, never guessed from ids.
 
 Left out: images, parallel system prompts, templates that cannot render one turn after the other.
-To copy into another project: needs transformers (a fast tokenizer with a chat template) and no other file.
+To copy into another project: take tool_calls.py along; needs transformers (a fast tokenizer with a chat
+template).
 """
 
 import copy
+import functools
 import json
 import re
 import weakref
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
+
+from tool_calls import parse_tool_calls
 
 _plain = weakref.WeakKeyDictionary()  # tokenizer -> the same tokenizer without its added tokens
 
@@ -120,38 +124,47 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
 
 
 def place_tools(tokenizer, messages: list[dict], tools: list[dict] | None):
-    """(messages, tools) as they can be rendered. A template that has no place for tools, or for the calls of
-    earlier turns, drops them without a word; then the tools' description goes in front of the first message
-    of the user, the calls into the text of their turn, and one line says so."""
+    """(messages, tools) as they can be rendered. A template may have no place for tools, or for calls, and
+    drop them without a word; or it asks for calls in a form (Llama's, Mistral's) that tool_calls.py does not
+    read. Then the tools' description goes in front of the first message of the user, the calls into the text
+    of their turn, and one line says so."""
     messages = place_calls(tokenizer, messages)
-    if not tools or render(tokenizer, messages, tools) != render(tokenizer, messages):
+    if not tools:
         return messages, tools
-    say_once("the chat template has no place for tools: their description goes into the user's message")
+    if writes_calls(tokenizer) and render(tokenizer, messages, tools) != render(tokenizer, messages):
+        return messages, tools
+    say_once(
+        "the chat template has no place for tools, or a form of its own for calls: the tools' description "
+        "goes into the user's message"
+    )
     messages = copy.deepcopy(messages)
     first = next(m for m in messages if m["role"] == "user")
     first["content"] = tool_description(tools) + "\n\n" + first["content"]
     return messages, None
 
 
-_drops_calls = weakref.WeakKeyDictionary()  # tokenizer -> (its template, whether it leaves calls out)
+def writes_calls(tokenizer) -> bool:
+    """Whether the template writes tool calls, and as tool_calls.py reads them."""
+    return _writes_calls(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=16)
+def _writes_calls(tokenizer, template: str) -> bool:
+    call = {"name": "python", "arguments": {"code": "qabbaq"}}
+    calls = [{"type": "function", "function": call}]
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    try:
+        text = "".join(text for text, _ in render(tokenizer, said))
+    except ValueError:
+        return False
+    return call in [{"name": c.name, "arguments": c.arguments} for c in parse_tool_calls(text)]
 
 
 def place_calls(tokenizer, messages: list[dict]) -> list[dict]:
-    """Tool calls as text, in the form that the policy is told to write, if the template leaves them out."""
-    if not any(m.get("tool_calls") for m in messages):
+    """Tool calls as text, in the form that the policy is told to write, if the template does not do it."""
+    if not any(m.get("tool_calls") for m in messages) or writes_calls(tokenizer):
         return messages
-    template, drops = _drops_calls.get(tokenizer, ("", False))
-    if template != tokenizer.chat_template:
-        call = {"type": "function", "function": {"name": "python", "arguments": {"code": "qabbaq"}}}
-        said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            drops = not any("qabbaq" in text for text, _ in render(tokenizer, said))
-        except ValueError:
-            drops = False
-        _drops_calls[tokenizer] = tokenizer.chat_template, drops
-    if not drops:
-        return messages
-    say_once("the chat template has no place for tool calls: they go into the text of the assistant")
+    say_once("the chat template writes no tool calls as we read them: they go into the assistant's text")
     messages = copy.deepcopy(messages)
     for message in messages:
         for call in message.pop("tool_calls", None) or []:
@@ -172,31 +185,28 @@ def tool_description(tools: list[dict]) -> str:
     )
 
 
-_marks = weakref.WeakKeyDictionary()  # tokenizer -> (its template, header, end)
-
-
 def turn_marks(tokenizer) -> tuple[str, str]:
     """(header, end): the texts that begin and end an assistant's turn, e.g. "<|im_start|>assistant\\n",
     "<|im_end|>". A template without a generation prompt (Mistral) begins it where the user's turn ends."""
-    template, *marks = _marks.get(tokenizer, ("",))
-    if template != tokenizer.chat_template or not marks:
+    return _turn_marks(tokenizer, str(tokenizer.chat_template))
 
-        def text(messages, **kw):
-            return "".join(p for p, _ in render(tokenizer, messages, **kw))
 
-        ask = [{"role": "user", "content": "qabbaq"}]
-        before, header = text(ask), text(ask, generation_prompt=True)
-        answered = text([*ask, {"role": "assistant", "content": "zyzzyva"}])
-        between, _, after = answered.rpartition("zyzzyva")
-        end = re.search("|".join(map(re.escape, added_tokens(tokenizer))), after)
-        prompt, header = header, header.removeprefix(before)
-        if not header and prompt.endswith(closing := between.rpartition("qabbaq")[2].rstrip(" ")):
-            header = closing
-        if not end or header in ("", end[0]):
-            raise ValueError("the chat template does not mark where an assistant's turn begins and ends")
-        _marks[tokenizer] = (tokenizer.chat_template, header, end[0])
-        marks = header, end[0]
-    return tuple(marks)
+@functools.lru_cache(maxsize=16)
+def _turn_marks(tokenizer, template: str) -> tuple[str, str]:
+    def text(messages, **kw):
+        return "".join(p for p, _ in render(tokenizer, messages, **kw))
+
+    ask = [{"role": "user", "content": "qabbaq"}]
+    before, prompt = text(ask), text(ask, generation_prompt=True)
+    answered = text([*ask, {"role": "assistant", "content": "zyzzyva"}])
+    between, _, after = answered.rpartition("zyzzyva")
+    end = re.search("|".join(map(re.escape, added_tokens(tokenizer))), after)
+    header = prompt.removeprefix(before)
+    if not header and prompt.endswith(closing := between.rpartition("qabbaq")[2].rstrip(" ")):
+        header = closing
+    if not end or header in ("", end[0]):
+        raise ValueError("the chat template does not mark where an assistant's turn begins and ends")
+    return header, end[0]
 
 
 class ToolTurn:
@@ -227,25 +237,23 @@ class ToolTurn:
         _, end = turn_marks(self.tokenizer)
         n, functions = len(names), [{"name": name, "arguments": {"code": "1"}} for name in names]
         calls = [{"type": "function", "function": function} for function in functions]
-        said = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
+        ask, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+        called = {"role": "assistant", "content": "", "tool_calls": calls}
+        called = called if writes_calls(self.tokenizer) else said
         answers = [{"role": "tool", "content": "r", "name": name} for name in names]
         try:
-            pieces = render(self.tokenizer, said + answers, None, True)
+            pieces = render(self.tokenizer, [ask, called, *answers], None, True)
             if sum(plain for _, plain in pieces) != n:
                 raise ValueError("the results are not in the rendered text")
         except ValueError as error:
             say_once(f"the chat template has no tool role ({error}): the user gives the results")
-            said[1] = {"role": "assistant", "content": "a"}
-            shown = [{"role": "user", "content": "<tool_response>\n\ue0f2\n</tool_response>\n" * n}]
-            text = "".join(p for p, _ in render(self.tokenizer, said + shown, None, True))
+            shown = {"role": "user", "content": "<tool_response>\n\ue0f2\n</tool_response>\n" * n}
+            text = "".join(p for p, _ in render(self.tokenizer, [ask, said, shown], None, True))
             pieces = [(p, i % 2) for i, p in enumerate(re.split("(\ue0f2)", text))]
         first = pieces[0][0]
         start = first.rindex(end) + len(end)  # the assistant's turn is the last to end
         texts = [first[start:]] + [text for text, plain in pieces[1:] if not plain]
-        return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
+        return [encode_marks(self.tokenizer, t) for t in texts]
 
 
 _said = set()

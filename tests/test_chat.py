@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import chat
 import tiny
+from tool_calls import parse_tool_calls
 
 CALLS = (
     "{%- for c in m.tool_calls or [] %}"
@@ -79,8 +80,14 @@ NO_HEADER = (
     "{%- for m in messages %}"
     "{{- '[' + m.content + ']' if m.role == 'user' else m.content + '<|endoftext|>' }}{%- endfor %}"
 )
+OWN_CALLS = chatml(start=TOOL_BLOCK).replace(  # as Llama writes and describes them
+    CALLS,
+    "{%- for c in m.tool_calls or [] %}{{- {'name': c.function.name, 'parameters': c.function.arguments} | "
+    "tojson }}{%- endfor %}",
+)
 TEMPLATES = {
     "chatml": chatml(),
+    "own calls": OWN_CALLS,
     "system": chatml(start=TOOL_BLOCK),
     "thinking": chatml(start=LAST_USER, answer=THOUGHT),
     "opened": chatml(start=LAST_USER, answer=THOUGHT, opening="<think>\\n"),
@@ -286,6 +293,18 @@ def test_a_template_without_a_place_for_tools_gets_them_in_the_message(
     assert text.endswith(question + "<end_of_turn>\n<start_of_turn>model\n")
     assert "no place for tools" in capsys.readouterr().out
     assert messages == [user(question)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_the_policy_is_shown_as_a_call_is_read_as_one(tokenizer, name):
+    """A template with a format of its own teaches calls that nothing runs: each is taken for an answer."""
+    tokenizer = with_template(tokenizer, name)
+    said = [user("q"), assistant("Use Python.", {"code": "print(1)"}), user("q")]
+    messages, tools = chat.place_tools(tokenizer, said, SCHEMA)
+    text = flat(chat.render(tokenizer, messages, tools))
+    assert text.count("Runs a program.") == 1
+    (call,) = [call for call in parse_tool_calls(text.rpartition("Use Python.")[2])]
+    assert (call.name, call.arguments) == ("python", {"code": "print(1)"})
 
 
 def test_arguments_as_json_text_and_as_an_object_render_alike(tokenizer):
