@@ -1,7 +1,7 @@
 """One packed row: who belongs together in it, a cache in blocks, and the attention function that serves both.
 
 Everything the model ever sees is ONE row [1, N] of tokens, and a small `Segments` object says which of them
-belong together. The same function then serves packed training (no padding and no mask tensor anywhere),
+belong together. The same function then serves packed training (no padding and no mask of it),
 prefill behind a shared prompt, ragged prefill after a tool's result, and decode from the cache (the idea of
 vLLM's paged attention, arXiv 2309.06180).
 
@@ -124,6 +124,14 @@ class Blocks:
             self.k[:, new[-1]], self.v[:, new[-1]] = self.k[:, table[full]], self.v[:, table[full]]
         return new
 
+    def clear(self, zero: bool) -> None:
+        """Take all blocks back, from whoever has them. zero: what they hold must go as well: a masked key or
+        value that is NaN is felt all the same."""
+        self.free, self.count = list(range(len(self.count) - 1, 0, -1)), [0] * len(self.count)
+        if zero:
+            self.k.zero_()
+            self.v.zero_()
+
     def release(self, table: list[int]) -> None:
         for block in table:
             self.count[block] -= 1
@@ -151,9 +159,8 @@ class Segments:
         position = torch.arange(int(ends[-1])) - (ends - new - past)[owner]  # [N]
         self.position = position[None].to(device)  # [1, N]
         self.last = (ends - 1).to(device)  # [B] place of each sequence's last token
-        self.spans = list(
-            zip((ends - new).tolist(), ends.tolist(), past.tolist())
-        )  # (from, to, past) of each
+        starts = ends - new
+        self.spans = list(zip(starts.tolist(), ends.tolist(), past.tolist()))  # (from, to, past) of each
         self.new, self.past, self.biases = new, past, {}
         self.ragged = range(len(new))  # sequences that take an attention call of their own
         self.single = []  # sequences with one new token, those with most keys first
@@ -167,7 +174,8 @@ class Segments:
     @classmethod
     def decoding(cls, past: Tensor, tables: Tensor, cache: Blocks) -> "Segments":
         """One new token for each of R sequences, made of tensors alone: the host waits for none of them, and
-        a CUDA graph can record it. past [R], tables [R, M], both int64 on the device."""
+        a CUDA graph can record it. past [R], tables [R, M], both int64 on the device. Sets what `attention`
+        reads of such rows, and not `new` and `spans`."""
         seg, rows = cls.__new__(cls), torch.arange(len(past), device=past.device)
         seg.cache, seg.tables, seg.past, seg.position = cache, tables, past, past[None]
         seg.slot = tables[rows, past // cache.size] * cache.size + past % cache.size

@@ -4,6 +4,7 @@ Each field of Config is an option of its own name, `--clip_high 0.3`; an option 
 preset the default. `python grpo.py --help` lists them.
 """
 
+import math
 from dataclasses import dataclass
 
 import tiny
@@ -37,11 +38,11 @@ class Config:
     kl: float = 0.0  # weight of the KL term that holds the policy near the one it started from; 0: off
     kl_estimator: str = "k3"  # k1, k2 or k3: see kl_estimate
     entropy: float = 0.0  # weight of the entropy bonus; 0: off
-    resample: int = 0  # times that groups of equal rewards are replaced by other problems (DAPO); 0: never
+    resample: int = 0  # times that groups of equal rewards are drawn anew, of new problems (DAPO); 0: never
     old_logp: str = "trainer"  # pi_old: the trainer's own log-probs (one more pass), or the sampler's
     tis: float = 0.0  # cap of the importance weight trainer / sampler (truncated correction); 0: off
     tool_reward: bool = True  # wrong answers earn 0.1 a tool round, -1 to -0.6; a weak policy can farm it
-    max_prompt: int = 2560  # tokens of a prompt; problems with a longer one are left out
+    max_prompt: int = 2560  # tokens of a prompt; a longer one is left out of data, and refused in eval_data
     max_new_tokens: int = 20480  # tokens after the prompt, the tool's text included
     overlong_buffer: int = 4096  # last tokens of max_new_tokens, over which the penalty rises to 1
     max_turns: int = 16  # turns of the policy; a call in the last one is not run
@@ -49,7 +50,7 @@ class Config:
     describe_tool: bool = True  # the prompt describes the tool
     tool_name: str = "python"  # what the policy calls the tool by, as in its cold start
     tool_seconds: float = 30.0  # wall clock of a tool call
-    tool_memory: int = 2048  # MB of a tool call
+    tool_memory: int = 2048  # MB of each process of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
     tool_workers: int = 0  # tool calls at the same time on a rank; 0: its share of the cores, at least 2
     sandbox: str = "namespaces"  # of the tool; "bwrap": the same inside bubblewrap, which hides your files
@@ -104,7 +105,7 @@ CHOICES = {
 
 POSITIVE = """steps clip_norm max_prompt max_new_tokens max_turns temperature tool_seconds tool_memory
 tool_chars max_rows tokens_per_row eval_problems save_every keep stall"""
-NOT_NEGATIVE = "lr eval_every store_every show_every threads tool_workers tis kl resample"
+NOT_NEGATIVE = "lr weight_decay eval_every store_every show_every threads tool_workers tis kl resample"
 
 
 def check(c: Config) -> None:
@@ -116,6 +117,8 @@ def check(c: Config) -> None:
         (c.group < 2, f"--group {c.group}: a group of one has no advantage over itself; take at least 2"),
         (c.batch < 1 or c.batch % max(c.group, 1),
          f"--batch {c.batch} is not divisible by --group {c.group}; take {legal}"),
+        (not 0 <= c.beta2 < 1, f"--beta2 {c.beta2}: take 0 to below 1"),
+        (not math.isfinite(c.entropy), f"--entropy {c.entropy}: take a finite number"),
         (not 1 <= c.mini_batches <= c.batch, f"--mini_batches {c.mini_batches}: take 1 to --batch {c.batch}"),
         (not 0 <= c.clip_low <= 1 or not c.clip_high >= 0,
          f"--clip_low {c.clip_low} --clip_high {c.clip_high}: take 0 to 1, and 0 or more"),
@@ -126,13 +129,13 @@ def check(c: Config) -> None:
         (c.tis and c.old_logp == "sampler", "--tis corrects the trainer's pi_old: add --old_logp trainer"),
         (not 0 <= c.overlong_buffer <= c.max_new_tokens,
          f"--overlong_buffer {c.overlong_buffer}: take 0 to --max_new_tokens {c.max_new_tokens}"),
-        (c.dual_clip and c.dual_clip <= 1, f"--dual_clip {c.dual_clip}: take more than 1, or 0 for none"),
+        (c.dual_clip and not c.dual_clip > 1, f"--dual_clip {c.dual_clip}: take more than 1, or 0 for none"),
         ("tiny" not in c.preset.split("+") and not (c.model and c.data),
          "--model and --data say what to train on what (or --preset tiny+..., which brings its own)"),
         (not c.tool_name, "--tool_name is empty; take what the policy calls the tool by, as python"),
         ("tiny" in c.preset.split("+") and not c.model and c.tool_name != "python",
          f"--tool_name {c.tool_name}: the laptop run's policy learns to call it python; leave it out"),
-        (tracker_fault(c.tracker), tracker_fault(c.tracker)),
+        (fault := tracker_fault(c.tracker), fault),
     ]:  # fmt: skip
         if wrong:
             fail(sentence)

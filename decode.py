@@ -67,7 +67,8 @@ class DecodeStep:
         before has drawn. At most one step may be unread when another is launched.
         """
         if ids is not None and self.unread:  # left by a run that was broken off
-            torch.cuda.synchronize() if self.graph else None
+            if self.graph:
+                torch.cuda.synchronize()
             self.unread = 0
         assert self.unread < 2, f"{self.unread} steps are unread: a third would overwrite the first's memory"
         self.unread += 1

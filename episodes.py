@@ -165,7 +165,7 @@ def gather(episodes: list[dict] | None) -> list[dict]:
     """The episodes of all ranks, sorted, on every rank, so that nothing later depends on who sampled what.
     Raises Stop on all ranks if one has None: so they agree on the step after which they stop.
 
-    Objects travel over gloo, where a rank may wait for hours; NCCL would give up after ten minutes.
+    Objects travel over gloo: a rank that waits keeps no GPU busy.
     """
     everyone: list = [None] * dist.get_world_size()
     if episodes is not None:

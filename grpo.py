@@ -24,6 +24,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,7 @@ def draw(data: list, config: Config, step: int) -> list:
 
 
 def draw_others(data: list, seed: int, n: int) -> list:
-    """n problems in place of those of which all samples earned the same."""
+    """n problems in place of those of which all samples earned the same; it may be one of those again."""
     if not data:
         return tiny.problems("train", n, seed=seed)
     return [data[random_key(seed, i) % len(data)] for i in range(n)]
@@ -74,8 +75,8 @@ def sample(agents: Agents, problems: list, data: list, config: Config, seed: int
     """A group of episodes of each problem, and their metrics.
 
     Groups whose rewards are all equal teach nothing: config.resample times they are replaced by those of
-    other problems (DAPO 2503.14476 eq. 11, with a bound: on problems that are all too easy or too hard it
-    would never end). The metrics are those of the problems asked for, not of the ones chosen.
+    problems drawn anew (DAPO 2503.14476 eq. 11, with a bound: on problems that are all too easy or too hard
+    it would never end). The metrics are those of the problems asked for, not of the ones chosen.
     """
     episodes = agents.sample(problems, config.group, seed)
     found, seconds, replaced = measure(episodes), Counter(agents.seconds), 0
@@ -122,14 +123,13 @@ def update(
         lengths = [sum(e["mask"]) for e in batch]
         for e, w in zip(batch, loss_weights(lengths, config.loss_mean, config.max_new_tokens)):
             e["weight"] = w
-        rows = net.micro_batches(
-            [len(e["ids"]) for e in batch], config.tokens_per_row, dist.get_rank(), ranks
-        )
+        sizes = [len(e["ids"]) for e in batch]
+        rows = net.micro_batches(sizes, config.tokens_per_row, dist.get_rank(), ranks)
         work.append([training_row([batch[i] for i in row], device) for row in rows])
 
     sums = defaultdict(lambda: torch.zeros((), device=device, dtype=torch.float64))
 
-    def look(row: dict, logp: Tensor, entropy: Tensor):  # at the policy before the first optimizer step
+    def measure_old(row: dict, logp: Tensor, entropy: Tensor):  # the policy before the first optimizer step
         gap = torch.where(row["mask"], logp - row["sampled"], 0.0).abs()
         sums["seen"] += row["mask"].sum()
         sums["policy/entropy"] += entropy.sum()
@@ -143,17 +143,14 @@ def update(
         with torch.no_grad():
             for row in (row for rows in work for row in rows):
                 row["old"], entropy = policy(row["ids"], row["seg"], row["targets"], config.temperature)
-                look(row, row["old"], entropy)
+                measure_old(row, row["old"], entropy)
     norms = []
     for step, rows in enumerate(work):
         for row in rows:
             logp, entropy = policy(row["ids"], row["seg"], row["targets"], config.temperature)
             if step == 0 and "old" not in row:
-                look(row, logp.detach(), entropy.detach())
-            if config.old_logp == "trainer":
-                old = row.get("old", logp.detach())
-            else:
-                old = row["sampled"]
+                measure_old(row, logp.detach(), entropy.detach())
+            old = row.get("old", logp.detach()) if config.old_logp == "trainer" else row["sampled"]
             loss, stats = policy_loss(
                 logp, old, row["advantage"], row["mask"], config.clip_low, config.clip_high, config.dual_clip,
                 row["sequence"] if config.ratio == "sequence" else None,
@@ -165,7 +162,7 @@ def update(
                     held, _ = ref(row["ids"], row["seg"], row["targets"], config.temperature)
                 kl = kl_estimate(logp, held, config.kl_estimator)
                 loss = loss + config.kl * kl
-                stats["kl_ref"] = kl.detach().sum() / row["mask"].sum().clamp(min=1)
+                sums["policy/kl_ref"] += kl.detach().sum()
             if config.entropy:
                 loss = loss - config.entropy * entropy
             loss = (loss * row["weight"]).sum()
@@ -273,10 +270,11 @@ def main(config: Config) -> None:
     check(config)
     if config.cuda_graphs and device == "cpu":
         fail("--cuda_graphs needs a GPU; leave it out")
+    if config.offload and device == "cpu" and ranks == 1:
+        fail("--offload moves nothing in one process without a GPU; leave it out")
     if rank == 0:
-        print(
-            f"GRPO-TCR, preset {config.preset}, seed {config.seed}: {ranks} rank(s) on {device}", flush=True
-        )
+        title = f"GRPO-TCR, preset {config.preset}, seed {config.seed}"
+        print(f"{title}: {ranks} rank(s) on {device}", flush=True)
     cores = net.set_threads(config.threads, ranks)
     out = Path(config.out or f"runs/{config.preset}-{config.seed}")
     workers = config.tool_workers or max(2, cores)
@@ -300,6 +298,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     if first > config.steps or first == config.steps and ("eval/correct" in done or not config.eval_every):
         if rank == 0 and not (out / "report.html").exists():  # killed while it was written
             write_report(out)
+        dist.barrier()  # torchrun ends a rank that is still at it when another has ended
         fail(f"{out} is complete ({first} steps); raise --steps to go on, or give another --out")
     n = config.eval_problems if config.eval_every else 0
     try:  # before the folder is made: a name may be wrong
@@ -311,8 +310,11 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     except ValueError as error:
         fail(str(error))
     may_change = "steps threads sandbox stall out tracker show_every save_every keep store_every "
-    may_change += "cache_tokens max_rows tokens_per_row offload cuda_graphs tool_workers"  # the last bits may
-    open_run(out, asdict(config), set(may_change.split()))
+    # these change at most the last bits
+    may_change += "cache_tokens max_rows tokens_per_row offload cuda_graphs tool_workers"
+    content = json.dumps([[asdict(problem) for problem in some] for some in (data, unseen)])
+    digest = sha256(content.encode()).hexdigest()  # a file that has changed is another run
+    open_run(out, asdict(config) | {"sha256_problems": digest}, set(may_change.split()))
     if not loaded:  # the laptop run: a cold start by sft.py, then on from its folder as from any other model
         cold = out / "cold_start"
         if not cold.exists():
@@ -350,7 +352,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     def due(step: int) -> bool:
         return step % config.eval_every == 0 or step == config.steps
 
-    def look(title: str) -> dict:
+    def evaluated(title: str) -> dict:
         found = evaluate(agents, unseen, seed=2**40)
         if rank == 0:
             interval = f"{found['eval/low']:.2f} to {found['eval/high']:.2f}"
@@ -372,15 +374,13 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     listen(save)
     if rank == 0:
         tokenizer.save_pretrained(out / "tokenizer")
-        print(
-            f"{'continued after step ' + str(first) if folder else 'start'} at {clock(time.time() - began)}"
-        )
+        print(f"{f'continued after step {first}' if folder else 'start'} at {clock(time.time() - began)}")
     shown = watch(log, config.steps, agents.sampler)
-    for _ in live([first], shown):
+    for _ in live([first], shown):  # once: for the view
         if not folder and unseen:
-            log.write({"step": 0, **look("before")})
+            log.write({"step": 0, **evaluated("before")})
         elif unseen and "eval/correct" not in log.rows[-1] and due(first):
-            log.write(log.rows[-1] | look(f"step {first}"))  # it was stopped there
+            log.write(log.rows[-1] | evaluated(f"step {first}"))  # it was stopped there
     pace: list[float] = []
     warned: dict[str, str] = {}  # alarms of the step before: each is printed when it begins
     for step in live(range(first + 1, config.steps + 1), shown):
@@ -412,14 +412,11 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
                   flush=True)  # fmt: skip
             if config.show_every and (step == 1 or step % config.show_every == 0):
                 print(split(row))
-                show(
-                    max(episodes, key=lambda e: abs(e["advantage"])),
-                    tokenizer,
-                    f"a trajectory of step {step}",
-                )
+                example = max(episodes, key=lambda e: abs(e["advantage"]))
+                show(example, tokenizer, f"a trajectory of step {step}")
         try:
             if unseen and due(step):
-                row |= look(f"step {step}")
+                row |= evaluated(f"step {step}")
         except Stop:
             log.write(row)  # the step is done, only its evaluation is left to the next start
             raise
@@ -438,11 +435,8 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     if rank == 0 and unseen:
         before, after = next(r for r in log.rows if "eval/correct" in r), log.rows[-1]
         print(f"\n{'right answers on unseen problems':34s}{'before':>8s}{'after':>8s}")
-        for key in [
-            "eval/correct",
-            *sorted(k for k in after if k.startswith("eval/correct/")),
-            "eval/tool_used",
-        ]:
+        families = sorted(k for k in after if k.startswith("eval/correct/"))
+        for key in ["eval/correct", *families, "eval/tool_used"]:
             print(f"  {key.removeprefix('eval/'):32s}{before.get(key, 0.0):8.3f}{after[key]:8.3f}")
 
 

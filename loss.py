@@ -1,8 +1,8 @@
 """The equations of the method: advantages, the clipped loss, the mean over tokens, the KL to a reference.
 
-Each function is one idea of a paper, on plain tensors; grpo.py calls them in this order. Axis letter: N
-trajectories in group_advantages, tokens of a packed row elsewhere, position t holding what belongs to one
-sampled token. Logarithms are natural.
+Each function is one idea of a paper, on plain tensors. Axis letters: N trajectories in group_advantages,
+tokens of a packed row elsewhere, position t holding what belongs to one sampled token; B sequences of an
+optimizer batch. Logarithms are natural.
 
 Left out: a critic. To copy into another project: this file alone, with torch.
 """
@@ -53,7 +53,7 @@ def policy_loss(
     Not summed here: see loss_weights. Nothing at a masked place, NaN included, changes anything. Raises
     ValueError for a dual clip of 1 or less.
     """
-    if dual_clip and dual_clip <= 1:
+    if dual_clip and not dual_clip > 1:
         raise ValueError(
             f"dual_clip {dual_clip} is inside the range that the clip allows; take more than 1, or 0"
         )
@@ -62,10 +62,10 @@ def policy_loss(
     log_ratio = torch.where(mask, logp - old_logp, 0.0).clamp(-20, 20)
     kl_old = -log_ratio.detach()
     if seq_ids is not None:  # value: mean over the sequence; gradient: that of each token
-        _, seq, count = torch.unique(seq_ids[mask], return_inverse=True, return_counts=True)
-        mean = log_ratio.new_zeros(len(count)).index_add(0, seq, log_ratio[mask].detach()) / count
-        log_ratio = log_ratio - log_ratio.detach()
-        log_ratio = log_ratio.index_put((mask.nonzero()[:, 0],), mean[seq], accumulate=True)
+        names, seq = torch.unique(seq_ids, return_inverse=True)
+        values, zeros = log_ratio.detach(), log_ratio.new_zeros(len(names))
+        mean = zeros.index_add(0, seq, values) / zeros.index_add(0, seq, mask.to(values))
+        log_ratio = log_ratio - values + torch.where(mask, mean[seq], 0.0)
         dual_clip = None
     ratio = log_ratio.exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))

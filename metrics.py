@@ -27,7 +27,7 @@ PANELS = [  # title, unit, keys of metrics.jsonl (* stands for any ending), what
     ("Calls that ran, held out", "share", "eval/tool_success eval/tool_repaired", "The same as in training, on held-out problems."),
     ("Truncated", "share", "length/truncated", "Share of trajectories stopped by a limit of length or turns."),
     ("Loss", "", "policy/loss", "The loss minimised, terms for KL and entropy included; it need not fall."),
-    ("Distance to other policies", "", "policy/kl_old policy/kl_ref", "Mean KL estimate of a policy token: to the policy that sampled, and to the one that training began with."),
+    ("Distance to other policies", "", "policy/kl_old policy/kl_ref", "Mean KL estimate of a policy token: to the old policy of the ratio, and to the one that training began with."),
     ("Sampler/trainer gap", "", "sampler/gap_max sampler/gap_mean", "Difference of a token's log-prob between sampler and trainer under the same weights."),
     ("Groups without signal", "share", "group/zero_variance", "Share of groups whose rewards are all equal."),
     ("Groups replaced", "", "group/resampled", "Number of groups of equal rewards for which other problems were sampled (--resample)."),

@@ -7,7 +7,8 @@ just wrong. So `audit` compares them with the model's own forward at every load.
 Axis letters: N tokens of a packed row, H hidden size, V vocabulary.
 
 Left out: tensor parallelism, balance losses of mixtures of experts, LoRA, and every family that `audit`
-refuses by name. To copy into another project take attention.py and kernels/ with it.
+refuses by name. To copy into another project take attention.py, chat.py, tool_calls.py and kernels/ with it,
+and for `fail` two lines of your own.
 """
 
 import copy
@@ -15,6 +16,7 @@ import difflib
 import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,10 +69,12 @@ def load(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     if gguf:  # its weights are ordinary numbers now; as a "quantized" model it could not be saved
         model.hf_quantizer = None
         del model.config.quantization_config
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model.config.attention_dropout = 0.0
+    for module in model.modules():  # some hand a number of theirs to F.dropout
+        for key, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
+                setattr(module, key, 0.0)
+    for key in dropouts(model.config):
+        setattr(model.config, key, 0.0)
     audit(model)
     if tokenizer.chat_template:
         stop_at_the_end_of_a_turn(model, tokenizer)
@@ -90,6 +94,11 @@ def stop_at_the_end_of_a_turn(model, tokenizer) -> None:
         model.generation_config.eos_token_id = [*ends, end]
 
 
+def dropouts(config) -> dict[str, float]:
+    """The dropouts of a configuration that are not 0, by their names."""
+    return {key: value for key, value in config.to_dict().items() if "drop" in key and value}
+
+
 SERVED = "Qwen2, Qwen3 (dense), Llama 3, SmolLM 2 and 3, Mistral, Gemma 3 (text), OLMo 2 and 3"
 
 
@@ -100,27 +109,25 @@ def audit(model) -> None:
     Families fail in silence: a keyword that never arrives at the attention, a layer with a state of its own,
     a position code that looks at the whole row, logits that are not hidden @ W.T. So a small random float32
     copy of the configuration (as many layers as show every kind of layer, window 8) is compared with its own
-    eager forward; the head is compared on the real weights.
+    eager forward, in the mode of training; the head is compared on the real weights.
     """
     config = model.config
 
     def refuse(why: str):
         raise ValueError(f"model family {config.model_type!r} cannot be used: {why} (served: {SERVED})")
 
-    if not hasattr(config, "num_hidden_layers"):
-        refuse("it is not a plain text model")
+    if not hasattr(config, "num_hidden_layers") or not hasattr(model.base_model, "layers"):
+        refuse("it is not a plain text model of base_model.layers")
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in [rope, *(r for r in rope.values() if isinstance(r, dict))]:
         if kind.get("rope_type") in ("dynamic", "longrope"):
             refuse(f"its rope of type {kind['rope_type']!r} depends on the length of the whole packed row")
-    dropout = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
-    dropout = max([*dropout, getattr(config, "attention_dropout", 0) or 0])
-    if dropout:
-        refuse(f"its dropout is {dropout}, so two passes over one text differ; set it to 0")
+    for name, value in dropouts(config).items():
+        refuse(f"its {name} is {value}, so two passes over one text differ; set it to 0")
 
     small = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
-    layers = min(max([2] + [kinds.index(kind) + 1 for kind in set(kinds or [])]), config.num_hidden_layers)
+    layers = min(max([4] + [kinds.index(kind) + 1 for kind in set(kinds or [])]), config.num_hidden_layers)
     small.num_hidden_layers, small._attn_implementation = layers, "eager"
     if kinds:
         small.layer_types = kinds[:layers]
@@ -131,7 +138,7 @@ def audit(model) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            twin = type(model)(small).float().eval()
+            twin = type(model)(small).float().train()
             for weight in twin.parameters():
                 if weight.dim() == 2:  # at the usual scale of .02 a wrong mask or a wrong head hardly shows
                     weight.normal_(0, weight.shape[1] ** -0.5)
@@ -144,26 +151,25 @@ def audit(model) -> None:
         refuse(f"a small copy of it does not run ({type(error).__name__}: {str(error)[:120]})")
     right = torch.log_softmax(right, -1)  # [37, 96]
 
-    def wrong(hidden: list[Tensor], right: Tensor) -> bool:
-        logp = torch.log_softmax(torch.cat(hidden) @ twin.get_output_embeddings().weight.T, -1)
-        return not torch.allclose(logp, right, atol=1e-3)
+    def wrong(states: list[Tensor], logp: Tensor) -> bool:
+        found = torch.log_softmax(torch.cat(states) @ twin.get_output_embeddings().weight.T, -1)
+        return not torch.allclose(found, logp, atol=1e-3)
 
     if wrong(hidden, right):
-        refuse("its logits are not hidden @ W.T: a scale, a soft-cap or a bias comes after")
+        refuse("its logits are not hidden @ W.T: a scale, a soft-cap or a bias comes after, or chance")
     cache = Blocks(small, 16, 4)
     tables = torch.arange(1, 15).view(2, 7)
     try:
-        if wrong([trunk(twin, torch.cat(rows), Segments(lengths))], right):
-            refuse("sequences packed into one row differ from the same sequences apart")
+        packed = trunk(twin, torch.cat(rows), Segments(lengths))
         fed, past = [[], []], [0, 0]  # prompts; a tool's result beside one token; then one token each
         for new in [[9, 12], [5, 1], [1, 1], [1, 1], [1, 1]]:
             ids = torch.cat([row[p : p + n] for row, p, n in zip(rows, past, new)])
             states = trunk(twin, ids, Segments(new, past, tables, cache)).split(new)
             fed, past = [f + [s] for f, s in zip(fed, states)], [p + n for p, n in zip(past, new)]
     except Exception as error:
-        if "cannot be used" in str(error):
-            raise
         refuse(f"its attention is not called as we need it ({type(error).__name__}: {str(error)[:120]})")
+    if wrong([packed], right):
+        refuse("sequences packed into one row differ from the same sequences apart")
     if cache.seen != set(range(layers)):
         refuse(f"only layers {sorted(cache.seen)} of {layers} use the cache, the others a state of their own")
     if wrong(fed[0] + fed[1], torch.cat([right[: past[0]], right[21 : 21 + past[1]]])):
@@ -233,7 +239,9 @@ def micro_batches(lengths: list[int], budget: int, rank: int = 0, ranks: int = 1
     return rows[rank::ranks]
 
 
-def packed_row(ids: list[list[int]], masks: list[list[int]], device="cpu") -> tuple[Tensor, Segments, Tensor]:
+def packed_row(
+    ids: Sequence[list[int]], masks: Sequence[list[int]], device="cpu"
+) -> tuple[Tensor, Segments, Tensor]:
     """(ids [N], Segments, targets [N]) of sequences side by side.
 
     The log-prob of token t+1 comes from the hidden state at t: targets[t] is the next token of the same
@@ -262,11 +270,9 @@ def init_process_group() -> tuple[int, int, str]:
     if device != "cpu":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        place = next(dist.rendezvous("env://")) if ranks > 1 else (dist.HashStore(), 0, 1)
-        _store = place[0]
-        place = dict(zip(("store", "rank", "world_size"), place))
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(hours=4), **place)
+        _store, rank, _ = next(dist.rendezvous("env://")) if ranks > 1 else (dist.HashStore(), 0, 1)
+        backend, wait = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timedelta(hours=4)
+        dist.init_process_group(backend, timeout=wait, store=_store, rank=rank, world_size=ranks)
     return dist.get_rank(), ranks, device
 
 
@@ -285,10 +291,15 @@ def ranks_here(ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
+def share_of_cores(ranks: int) -> int:
+    """Of this rank, among those of its node."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks_here(ranks))
+
+
 def set_threads(threads: int, ranks: int) -> int:
     """Give this rank `threads` CPU threads, or for 0 its share of its node's cores; returns the share."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // ranks_here(ranks))
+    share = share_of_cores(ranks)
     torch.set_num_threads(threads or share)
     return share
 

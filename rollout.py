@@ -14,10 +14,11 @@ With `graphs`, steps in which all rows decode run ahead of what is known here (S
 Random numbers belong to (seed, prompt, sample, position), so a trajectory does not depend on its neighbours.
 
 Left out: speculative decoding, beam search, prefix sharing between different prompts. To copy into another
-project take sampling.py, attention.py and decode.py along, for agents also chat.py and tool_calls.py.
+project take sampling.py, attention.py, decode.py, chat.py and tool_calls.py along.
 """
 
 import concurrent.futures
+import functools
 import itertools
 import time
 from collections import deque
@@ -76,7 +77,7 @@ class Row:
     cached: int = 0  # ids whose keys and values the cache holds
     turn_start: int = 0  # where the policy's present turn begins in ids
     turns: int = 0  # turns the policy has ended
-    working: bool = True  # False while it is in the queue
+    working: bool = True  # False once it is back in the queue, or fed for nobody
     pending: list = field(default_factory=list)  # futures of the tool results it waits for
     called: list[str] = field(default_factory=list)  # the tools' names
     due: int = 0  # deterministic mode: the step at which they are taken
@@ -137,8 +138,9 @@ class Sampler:
         self.stop = {t for end in ends for t in (end if isinstance(end, (list, tuple)) else [end])} - {None}
         # of the last run: steps, tokens sampled, trajectories ended, rows put back; seconds of prefill (a
         # forward that reads prompts or tool results), decode (any other), sampling (with the head),
-        # tool_wait (nothing else to do), idle_slots (forwards, times the share of places without a row). With
-        # graphs, decode holds what it takes to sample its tokens and to note them, too
+        # tool_wait (nothing else to do; in deterministic mode also for a result that is late), idle_slots
+        # (forwards, times the share of places without a row). With graphs, decode holds what it takes to
+        # sample its tokens and to note them, too
         self.stats = {}
 
     @torch.inference_mode()
@@ -179,7 +181,7 @@ class Sampler:
             limit = min(self.max_len, len(prompt) + max_new_tokens)
             if not prompt:
                 raise ValueError(f"prompt {i} is empty; it needs at least one token")
-            if self.blocks.needs(limit) > capacity:
+            if len(prompt) < limit and self.blocks.needs(limit) > capacity:
                 raise ValueError(
                     f"prompt {i}: {len(prompt)} tokens and {limit - len(prompt)} new ones never fit into a "
                     f"cache of {capacity * self.blocks.size}; raise cache_tokens or lower max_new_tokens"
@@ -198,11 +200,11 @@ class Sampler:
                 say_once(f"{text}: they get what is left")
             return True
 
-        self.take_prompt = take_prompt
-        while isinstance(prompts, (list, tuple)) and take_prompt():
-            pass
         idle = False
         try:
+            self.take_prompt = take_prompt
+            while isinstance(prompts, (list, tuple)) and take_prompt():
+                pass
             with packed_weights(self.model):
                 while self.queue or self.running or take_prompt():
                     self._take_results(idle)
@@ -212,9 +214,10 @@ class Sampler:
                     self.stats["steps"] += 1
                     if batch:
                         self._step(batch)
-        finally:  # after an error too, no block is lost
-            for row in self.running:
-                self.blocks.release(row.table)
+        except BaseException as error:  # at any line: a block may just have left one list for another
+            self.blocks.clear(isinstance(error, FloatingPointError))
+            raise
+        finally:
             self.take_prompt = self.respond = self.follow = None  # they hold this sampler, and so its cache
         return trajectories
 
@@ -225,7 +228,8 @@ class Sampler:
         return self.share and room and 1 < len(row.ids) == row.trajectory.prompt_len
 
     def _has_place(self) -> bool:
-        """Whether the batch has a place, and the cache a block for every row beside the queue's first."""
+        """Whether the queue's first row may start: the batch has a place and the cache its blocks (one, if it
+        shares its prompt's), and then still a free one for each running row."""
         if sum(not r.pending and r.trajectory is not None for r in self.running) >= self.max_rows:
             return False
         if not self.queue or not self.running:
@@ -340,7 +344,7 @@ class Sampler:
         words = self.model.get_output_embeddings().weight.shape[0]
         some = len(rows) if hidden.is_cuda else max(1, 2**22 // words)  # rows of 16 MB of logits
         pairs = zip(hidden.split(some), uniform.to(hidden.device).split(some))
-        drawn = [self._head_and_draw(h, u) for h, u in pairs]
+        drawn = [head_and_draw(self.model, self.law, h, u) for h, u in pairs]
         tokens, logprobs = (torch.cat(parts).tolist() for parts in zip(*drawn))
         self.stats["sampling"] += time.perf_counter() - end
         self._append(rows, tokens, logprobs)
@@ -349,15 +353,6 @@ class Sampler:
         at = [len(row.ids) + ahead - row.trajectory.prompt_len for row in rows]
         return uniforms([row.key for row in rows], at)
 
-    def _head_and_draw(self, hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Token and log-prob [B] from hidden [B, H] and uniform [B]."""
-        head = self.model.get_output_embeddings()  # weight [V, H]
-        if hidden.is_cuda and hidden.dtype != torch.float32:  # rounded logits are off by up to 0.1
-            logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)  # [B, V]
-        else:
-            logits = head(hidden)
-        return draw_tokens(logits, uniform, *self.law)
-
     def _decode(self, rows: list[Row]) -> None:
         """Decode steps of these rows as graphs, until one of them ends or waits, or another could join. The
         next step is launched before the tokens of this one are read: a row that these end has then made one
@@ -365,7 +360,8 @@ class Sampler:
         places = min(self.max_rows, 2 ** (len(rows) - 1).bit_length())
         if (places, self.law) not in self.graphs:
             width = self.blocks.needs(self.max_len)
-            step = DecodeStep(self.model, self.blocks, places, width, self._head_and_draw, self.pool)
+            draw = functools.partial(head_and_draw, self.model, self.law)  # holds the model, not this sampler
+            step = DecodeStep(self.model, self.blocks, places, width, draw, self.pool)
             self.graphs[places, self.law] = step
         step, tables = self.graphs[places, self.law], [row.table for row in rows]
 
@@ -437,9 +433,11 @@ class Sampler:
         for row in waiting:
             if not self._answered(row):
                 continue
-            start = time.perf_counter()
-            results = [_result(f) for f in row.pending]
-            self.stats["tool_wait"] += time.perf_counter() - start
+            results = []
+            for future in row.pending:  # one by one: who watches `stats` sees that the tools answer
+                start = time.perf_counter()
+                results.append(_result(future))
+                self.stats["tool_wait"] += time.perf_counter() - start
             ids = self.follow(row, results)
             row.trajectory.tool_results += results
             row.pending = []
@@ -456,6 +454,16 @@ class Sampler:
         self.stats["ended"] += 1
         self.running.remove(row)
         self.blocks.release(row.table)
+
+
+def head_and_draw(model, law: tuple, hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Token and log-prob [B] from hidden [B, H] and uniform [B]."""
+    head = model.get_output_embeddings()  # weight [V, H]
+    if hidden.is_cuda and hidden.dtype != torch.float32:  # rounded logits are off by up to 0.1
+        logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)  # [B, V]
+    else:
+        logits = head(hidden)
+    return draw_tokens(logits, uniform, *law)
 
 
 def _result(future) -> ToolResult:

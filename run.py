@@ -34,7 +34,8 @@ from tracker import numbers, start_tracker
 
 
 def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
-    """A new folder with config.json, or the same run again; anything else is refused, not written over."""
+    """A new folder with config.json, or the same run again; anything else is refused, not written over. Other
+    settings are accepted as long as nothing was made by the old ones."""
     file = out / "config.json"
     try:
         old = json.loads(file.read_text()).get("config") if file.is_file() else None
@@ -85,9 +86,9 @@ def make_folder(out: Path) -> None:
 
 
 def run_script(main, *arguments) -> None:
-    """main(*arguments), where Ctrl-C, a closed pipe and a full disk end the program with a line, without a
-    trace."""
-    after = "the last checkpoint"
+    """main(*arguments), where Ctrl-C and a full disk end the program with a line, without a trace, and a
+    reader of our output that has gone without a word."""
+    where = "from what is saved"
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack characters that a policy writes
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -95,15 +96,19 @@ def run_script(main, *arguments) -> None:
             main(*arguments)
         except Stop:
             step = _stop["save"]()
-            after = f"step {step}, which is saved" if step else "the cold start"
+            where = f"after step {step}, which is saved" if step else where
             raise KeyboardInterrupt from None
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print(f"\nstopped; the same command continues after {after}", file=sys.stderr)
+            print(f"\nstopped; the same command continues {where}", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()  # fails again if it is the reader of our output that has gone, as `head` does
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(141) from None
+        raise
     except Exception as error:  # of a dozen types: each library wraps the system's error in its own
         trace = "".join(traceback.format_exception(error))
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -113,8 +118,9 @@ def run_script(main, *arguments) -> None:
         raise
 
 
-class Stop(Exception):
-    """Ctrl-C or SIGTERM: raised at once in `breakable` code, on the other ranks when they meet."""
+class Stop(BaseException):
+    """Ctrl-C or SIGTERM: raised at once in `breakable` code, on the other ranks when they meet. No Exception:
+    who waits for a tool takes any of those for the tool's own."""
 
 
 _stop = {"asked": 0.0, "breakable": False}  # when it was asked for
@@ -185,7 +191,7 @@ class Log:
             write_rows(self.file, self.rows)
         self.track = None
         if tracker and dist.get_rank() == 0:
-            new = not (out / tracker).exists()
+            new = not (out / tracker / "key").exists()
             self.track, self.finish = start_tracker(tracker, out, settings or {}, last_step)
             for row in self.rows if new else []:
                 self.track(numbers(row), row["step"])

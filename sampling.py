@@ -44,32 +44,16 @@ def uniforms(keys, positions) -> np.ndarray:
 PART = 256  # tokens of the vocabulary that are summed together
 
 
-def sample_tokens(
+def draw_tokens(
     logits: Tensor, uniform: Tensor, temperature=1.0, top_p: float = 1.0, top_k: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(token [B] int64, logprob [B] float32) from logits [B, V] and uniform [B]; top_k 0 and top_p 1 are off.
 
     The log-prob is that of the law really sampled from: after temperature, top-k and top-p, renormalised.
-    Temperature 0 takes the most likely token and reports its log-prob at
-    temperature 1. Raises FloatingPointError on NaN or +inf logits: others print token 0 ("!!!!") then. (The
-    Sampler calls the two parts of it itself, with other work between them.)
+    Temperature 0 takes the most likely token and reports its log-prob at temperature 1. A row of NaN or +inf
+    logits gets the log-prob NaN, for `refuse_broken`: nothing here reads from the device, which a CUDA graph
+    could not record.
     """
-    token, logprob = draw_tokens(logits, uniform, temperature, top_p, top_k)
-    refuse_broken(logprob.tolist())
-    return token, logprob
-
-
-def refuse_broken(logprobs: list[float]) -> None:
-    """Raises FloatingPointError if one is not a number."""
-    if bad := sum(not math.isfinite(lp) for lp in logprobs):
-        raise FloatingPointError(
-            f"{bad} of {len(logprobs)} rows have NaN or inf logits: are the weights broken?"
-        )
-
-
-def draw_tokens(logits: Tensor, uniform: Tensor, temperature, top_p: float, top_k: int):
-    """(token [B], logprob [B]) as sample_tokens, but a broken row gets log-prob NaN: nothing here reads from
-    the device or writes to it, which a CUDA graph could not record."""
     logits = logits.float()
     z = logits - logits.amax(-1, keepdim=True)
     if temperature not in (0, 1):  # each pass over [B, V] counts
@@ -96,3 +80,11 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature, top_p: float, top_
         token = logits.argmax(-1)
     logprob = z.gather(1, token[:, None])[:, 0] - cdf[:, -1].log().float()
     return token, logprob
+
+
+def refuse_broken(logprobs: list[float]) -> None:
+    """Raises FloatingPointError if one is not a number: others print token 0 ("!!!!") then."""
+    if bad := sum(not math.isfinite(lp) for lp in logprobs):
+        raise FloatingPointError(
+            f"{bad} of {len(logprobs)} rows have NaN or inf logits: are the weights broken?"
+        )

@@ -28,21 +28,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import policy as net
 import tiny
 from chat import added_tokens, encode_marks, encode_plain, place_tools, render, turn_marks
 from data import check_values, fail, load_conversations, parse_args
-from policy import (
-    Policy,
-    compute_dtype,
-    full,
-    init_process_group,
-    load,
-    micro_batches,
-    packed_row,
-    save,
-    set_threads,
-    shard,
-)
 from run import Log, checkpoint, latest, make_folder, open_run, restore, run_script
 from terminal import paint_turns
 from tools import PythonTool
@@ -139,10 +128,8 @@ def tokenize_conversation(tokenizer, messages: list[dict], tools: list[dict] | N
 def _lost(message: dict, turn: str) -> str:
     """The first text of an assistant's message that its rendered turn does not have ("": nothing is lost)."""
     at = 0  # thinking, then answer: one that repeats its thinking does not stand for it
-    for part in [
-        message.get("reasoning_content") or "",
-        *re.split("</?think>", message.get("content") or ""),
-    ]:
+    parts = [message.get("reasoning_content") or "", *re.split("</?think>", message.get("content") or "")]
+    for part in parts:
         found = turn.find(part.strip(), at)
         if found < 0:
             return part.strip()
@@ -185,7 +172,7 @@ def tokenize_all(tokenizer, conversations, max_len: int, too_long: str = "cut"):
 # ---- the loop ----------------------------------------------------------------------------------------------
 
 
-def train(policy: Policy, examples, config: Config, device: str = "cpu", tokenizer=None, folder=None):
+def train(policy: net.Policy, examples, config: Config, device: str = "cpu", tokenizer=None, folder=None):
     """Minimise the cross-entropy of the policy's tokens. Returns the loss of every step, in nats a token.
 
         loss of a batch = - sum of log pi(token) over its policy tokens / (conversations * tokens of one)
@@ -218,9 +205,9 @@ def train(policy: Policy, examples, config: Config, device: str = "cpu", tokeniz
         began = time.perf_counter()
         batch = [examples[i] for i in order[step * config.batch : (step + 1) * config.batch]]
         total = torch.zeros((), device=device)
-        for row in micro_batches([len(ids) for ids, _ in batch], config.tokens_per_row, rank, ranks):
+        for row in net.micro_batches([len(ids) for ids, _ in batch], config.tokens_per_row, rank, ranks):
             chosen = [batch[i] for i in row] or [([0], [0])]
-            logp, _ = policy(*packed_row([ids for ids, _ in chosen], [mask for _, mask in chosen], device))
+            logp, _ = policy(*net.packed_row(*zip(*chosen), device))
             loss = -logp.sum() / (config.batch * tokens)
             (loss * ranks).backward()  # FSDP averages over the ranks; all tokens divide the loss already
             total += loss.detach()
@@ -228,7 +215,7 @@ def train(policy: Policy, examples, config: Config, device: str = "cpu", tokeniz
         rate = config.lr * learning_rate(step, steps, config.warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        norm = full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
+        norm = net.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
         if not torch.isfinite(norm):
             fail(
                 f"step {step + 1}: the gradient is {norm.item()}; lower --lr {config.lr} or look at the data"
@@ -242,7 +229,7 @@ def train(policy: Policy, examples, config: Config, device: str = "cpu", tokeniz
             row |= {"tokens": sum(len(ids) for ids, _ in batch), "time/step": time.perf_counter() - began}
             log.write(row)
             if (step + 1) % config.save_every == 0 and step + 1 < steps:
-                dtype = compute_dtype(config.dtype, device)
+                dtype = net.compute_dtype(config.dtype, device)
                 checkpoint(folder, step + 1, policy, optimizer, tokenizer, dtype)
     if log:
         log.close()
@@ -260,8 +247,8 @@ def learning_rate(step: int, steps: int, warmup: float) -> float:
 
 def run(config: Config) -> Path:
     """Train as the configuration says and save a Hugging Face folder at config.out. All ranks call it."""
-    rank, ranks, device = init_process_group()
-    set_threads(config.threads, ranks)
+    rank, ranks, device = net.init_process_group()
+    net.set_threads(config.threads, ranks)
     out = Path(config.out)
     if out.exists():
         fail(f"--out {out} exists already; give another name, or delete it")
@@ -270,6 +257,8 @@ def run(config: Config) -> Path:
     positive = "epochs batch lr clip_norm max_len tokens_per_row save_every teacher"
     choices = {"too_long": ("cut", "drop"), "dtype": ("", "float32", "bfloat16")}
     check_values(config, positive, "warmup weight_decay threads", choices)
+    if not 0 <= config.beta2 < 1:
+        fail(f"--beta2 {config.beta2}: take 0 to below 1")
     if fault := tracker_fault(config.tracker):
         fail(fault)
     folder = out.with_name(out.name + ".training")
@@ -292,7 +281,7 @@ def run(config: Config) -> Path:
             tokenizer = tiny.tokenizer(tiny.texts(conversations[:2000]))
             model = tiny.model(len(tokenizer))
         else:
-            model, tokenizer = load(config.model)
+            model, tokenizer = net.load(config.model)
     except ValueError as error:
         fail(str(error))
     examples = tokenize_all(tokenizer, conversations, config.max_len, config.too_long)
@@ -303,15 +292,18 @@ def run(config: Config) -> Path:
         ids, mask = examples[0]
         painted = paint_turns(tokenizer, ids, mask, mask.index(1))
         print(f"\n---- the first conversation; the green is trained on ----\n{painted}\n----", flush=True)
-    policy = shard(Policy(model.to(device)), device, checkpointing=device != "cpu", dtype=config.dtype)
+    policy = net.shard(net.Policy(model.to(device)), device, device != "cpu", config.dtype)
     train(policy, examples, config, device, tokenizer, folder)
-    save(policy, tokenizer, out, compute_dtype(config.dtype, device))
+    made = folder / "model"  # whole before it gets its name; copies, so that until then all goes on
+    net.save(policy, tokenizer, made, net.compute_dtype(config.dtype, device))
     if rank == 0:
-        (folder / "config.json").rename(out / "training.json")
-        (folder / "metrics.jsonl").rename(out / "metrics.jsonl")
+        shutil.copy(folder / "config.json", made / "training.json")
+        shutil.copy(folder / "metrics.jsonl", made)
         if config.tracker:
-            (folder / config.tracker).rename(out / config.tracker)
+            shutil.copytree(folder / config.tracker, made / config.tracker)
+        made.rename(out)
         shutil.rmtree(folder)
+    dist.barrier()
     return out
 
 

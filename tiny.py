@@ -142,16 +142,10 @@ def conversations(n: int, seed: int, tool) -> Iterator[list[dict]]:
 
 def texts(conversations: list[dict]) -> list[str]:
     """What the tokenizer is trained on: everything that is said, run and answered."""
-    found = []
-    for conversation in conversations:
-        for m in conversation["messages"]:
-            calls = [c["function"]["arguments"]["code"] for c in m.get("tool_calls", [])]
-            found.append(
-                "\n".join(
-                    [m["content"], *(json.dumps({"name": "python", "arguments": {"code": c}}) for c in calls)]
-                )
-            )
-    return found
+    said = (m for conversation in conversations for m in conversation["messages"])
+    return [
+        "\n".join([m["content"], *(json.dumps(c["function"]) for c in m.get("tool_calls", []))]) for m in said
+    ]
 
 
 # ---- tokenizer and model -----------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ def tracker_fault(name: str) -> str:
     """What is wrong with --tracker name, "" if nothing is: said before hours of work, not after them."""
     if name and name not in TRACKERS:
         return f"--tracker {name}: take {', '.join(TRACKERS)}, or leave it out"
-    found = find_spec(name) if name else True
-    if not found or (name and not found.origin):  # a mere folder of that name is found without an origin
+    if name and not getattr(find_spec(name), "origin", None):  # a mere folder of that name has none
         return f"--tracker {name} is not installed; pip install {name}"
     return ""
 
@@ -30,12 +29,14 @@ def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple
     A run that continues goes on in the same run of the tracker. Steps after last_step come again: tensorboard
     drops the old ones, wandb keeps them, trackio shows both. What the tracker writes here lies in out/NAME.
     """
-    folder = out / name
+    folder, more = out / name, {}
     folder.mkdir(exist_ok=True)
+    file = folder / "key"  # there as soon as the tracker has begun
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(folder, purge_step=last_step + 1)
+        file.touch()
 
         def log(found: dict, step: int) -> None:
             for key, value in found.items():
@@ -43,10 +44,9 @@ def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple
             writer.flush()
 
         return log, writer.close
-    tracker, file = importlib.import_module(name), folder / "key"
-    key, more = file.read_text() if file.exists() else "", {}
-    if not key:  # tells this run from others whose folder had the same name
-        file.write_text(key := secrets.token_hex(4))
+    tracker = importlib.import_module(name)
+    # tells this run from others whose folder had the same name
+    key = file.read_text() if file.exists() else secrets.token_hex(4)
     if name == "wandb":  # it would copy the terminal, with what the model writes
         more = {"id": key, "dir": str(folder), "settings": tracker.Settings(console="off")}
     try:
@@ -55,6 +55,7 @@ def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple
         )
     except Exception as error:  # no login, no network: each library has its own types
         fail(f"--tracker {name} does not start ({error}); put that right or leave it out: the run continues")
+    file.write_text(key)
     return tracker.log, tracker.finish
 
 

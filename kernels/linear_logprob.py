@@ -16,7 +16,8 @@ library's matrix product. A small vocabulary fits in one slice: its logits are k
 Beside the products a slice is written and read once forward (8 bytes an element), and written, read, written
 as dz and read twice backward (14 bytes in bfloat16); the matrix product of a 2,560-wide model takes about
 five times as long as that traffic on an H200 (computed from 790 TFLOP/s and 4.3 TB/s, not measured). Memory
-is WORKSPACE bytes for the slice, half as much for dz in bfloat16, and four numbers a row and slice.
+is WORKSPACE bytes for the slice, half as much for dz in bfloat16, four numbers a row and slice, and backward
+d hidden twice in float32 and a copy of hidden.
 
 Layout. Slices run over the vocabulary, not over tokens: the product keeps all N rows, each slice of d weight
 is written once (chunks of tokens would add to all of it every time, and in bfloat16 lose the small terms),

@@ -25,7 +25,7 @@ Layout. A program owns a row, walks the vocabulary in blocks and carries (m, s, 
 larger maximum m', the sums move to the new origin with a = e^(m - m'): u becomes a (u + (m - m') s), s
 becomes a s. The same rule joins slices of the vocabulary that were summed apart (`merge`), and that is how
 linear_logprob.py uses this file. Columns behind the last token enter as -inf before the maximum is taken; as
-zeros they would be 2,688 tokens of logit 0 when 151,936 columns are read in blocks of 4,096. The backward has
+zeros they would be 3,712 tokens of logit 0 when 151,936 columns are read in blocks of 4,096. The backward has
 no sums left, so each block of each row is a program of its own. No atomics, no locks, no tuning at run time:
 equal inputs give equal bits. Rows are counted in int64 (row 14,135 of V = 151,936 begins beyond 2^31) and lie
 on grid axis 0 (the other axes end at 65,535).

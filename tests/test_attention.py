@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FAMILIES, small_model
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoConfig
 
 import attention
 from attention import Blocks, Segments, trunk
-from policy import audit, sampler_copy
+from policy import audit, load, sampler_copy
 
 ROOT = Path(__file__).parent.parent
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -130,6 +130,20 @@ def test_a_family_that_would_be_computed_wrongly_is_refused_by_name_and_reason(f
     more, reason = REFUSED[family]
     with pytest.raises(ValueError, match=f"'{family}'.*({reason})"):
         audit(small_model(family, **more))
+
+
+def test_every_dropout_is_off_after_loading_whatever_a_family_calls_it(tokenizer, tmp_path):
+    """Some hand a number of their own to the function and have no module for it: trained with it, a first
+    ratio is not 1."""
+    more = dict(attention_dropout=0.1, residual_dropout=0.5, vocab_size=len(tokenizer))
+    small_model("seed_oss", **more).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = load(str(tmp_path))[0].train()
+    ids = torch.arange(9)[None]
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert AutoConfig.from_pretrained(tmp_path).residual_dropout == 0.5
+    with pytest.raises(ValueError, match="its (attention|residual)_dropout is 0"):
+        audit(small_model("seed_oss", **more))
 
 
 MORE = {  # families that nobody promised: each is either exact or refused

@@ -4,6 +4,7 @@ For Qwen3-4B on 8 ranks this very file is started as a program of its own: torch
 follows fake tensors through a fake process group of 8, without memory and without a GPU.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -287,15 +288,6 @@ def track(tokens: int, layers: int = 4) -> int:
     return next(v for k, v in sizes.items() if "Total" in str(k))
 
 
-if __name__ == "__main__":
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    warnings.filterwarnings("ignore")
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    layers = int(sys.argv[1]) if len(sys.argv) > 1 else 4
-    print(json.dumps([[n, track(n, layers)] for n in ([512, 23040] if layers == 4 else [23040])]))
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -310,3 +302,21 @@ def test_the_table_is_refused_for_settings_that_the_run_would_refuse(monkeypatch
     with pytest.raises(SystemExit):
         fit.main()
     assert words in capsys.readouterr().err
+
+
+def test_memory_is_that_of_this_program_and_not_of_the_one_that_started_it():
+    """getrusage keeps its peak across exec: started from a notebook of 20 GB, nothing would fit."""
+    code = "import re, resource, sys\nfrom contextlib import suppress\nfrom pathlib import Path\n"
+    code += inspect.getsource(fit.peak_memory) + "print(peak_memory('cpu'))"
+    start = f"import os, sys\nheld = b'x' * 300_000_000\nos.execv(sys.executable, ['python', '-c', {code!r}])"
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=60)
+    assert 1e6 < int(done.stdout) < 1e8, done.stderr
+
+
+if __name__ == "__main__":
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.filterwarnings("ignore")
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    layers = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    print(json.dumps([[n, track(n, layers)] for n in ([512, 23040] if layers == 4 else [23040])]))

@@ -639,30 +639,10 @@ def test_a_right_answer_earns_one_and_a_wrong_one_minus_one_plus_a_tenth_a_round
     json.dumps(kept)
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (dict(lr=float("inf")), "--lr inf: take a finite number"),
-        (dict(kl=float("nan")), "--kl nan: take 0 or more"),
-        (dict(steps=0), "--steps 0: take more than 0"),
-        (dict(ratio="word"), "--ratio word: take token or sequence"),
-        (dict(tool_name=""), "--tool_name is empty"),
-        (dict(tool_seconds=295), "--stall 300: a tool call may take --tool_seconds 295"),
-        (
-            dict(preset="tiny", model="", tool_name="code_interpreter"),
-            "--tool_name code_interpreter: the laptop",
-        ),
-        (dict(clip_norm=float("inf"), stall=float("inf"), tis=float("inf")), ""),  # no bound, no watch
-    ],
-)
-def test_a_setting_that_cannot_work_is_refused_before_the_run(capsys, options, sentence):
-    config = replace(grpo.Config(), **dict(preset="x", model="m", data="d") | options)
-    if not sentence:
-        assert grpo.check(config) is None
-        return
-    with pytest.raises(SystemExit):
-        grpo.check(config)
-    assert sentence in capsys.readouterr().err
+def test_an_infinite_bound_is_none_and_is_accepted():
+    """clip_norm, stall and tis: nothing is clipped, watched or capped."""
+    none = dict(clip_norm=float("inf"), stall=float("inf"), tis=float("inf"))
+    grpo.check(replace(grpo.Config(), preset="x", model="m", data="d", **none))
 
 
 def test_the_policy_reads_and_calls_the_tool_by_its_name(tokenizer):
@@ -817,12 +797,21 @@ def test_the_share_of_right_answers_has_wilsons_interval():
         (["--temperature", "0"], ["--temperature 0.0"]),
         (["--save-every", "0"], ["--save_every 0"]),
         (["--lr", "-1"], ["--lr -1.0"]),
+        (["--lr", "inf"], ["--lr inf: take a finite number"]),
+        (["--beta2", "1"], ["--beta2 1.0: take 0 to below 1"]),
+        (["--weight_decay", "-1"], ["--weight_decay -1.0: take 0 or more"]),
+        (["--entropy", "nan"], ["--entropy nan: take a finite number"]),
+        (["--dual_clip", "nan"], ["--dual_clip nan"]),
+        (["--tool_name", ""], ["--tool_name is empty"]),
+        (["--tool_name", "code_interpreter"], ["--tool_name code_interpreter: the laptop"]),
+        (["--tool_seconds", "295"], ["--stall 300: a tool call may take --tool_seconds 295"]),
         (["--max-rows", "0"], ["--max_rows 0"]),
         (["--tool-seconds", "0"], ["--tool_seconds 0.0"]),
         (["--cache-tokens", "64"], ["--cache_tokens 64", "214"]),
         (["--eval-every", "-1"], ["--eval_every"]),
         (["--tis", "2"], ["--tis", "--old_logp trainer"]),
         (["--kl", "-1"], ["--kl -1.0", "0 or more"]),
+        (["--kl", "nan"], ["--kl nan", "0 or more"]),
         (["--kl-estimator", "k4"], ["--kl_estimator k4", "k1 or k2 or k3"]),
         (["--loss-mean", "mean"], ["--loss_mean mean", "token or sequence or constant"]),
         (["--ratio", "gspo"], ["--ratio gspo", "token or sequence"]),
@@ -862,7 +851,7 @@ def test_every_field_of_a_configuration_is_read(module):
     and never passed on."""
     read, names = set(), ("c", "cfg", "config")
     folder, name = Path(module.__file__).parent, Path(module.__file__).name
-    files = [name, "config.py", "episodes.py"] if module is grpo else [name]
+    files = [name, "episodes.py"] if module is grpo else [name]  # what only config.py checks changes nothing
     for part in ast.parse("\n".join((folder / f).read_text() for f in files)).body:
         nodes = list(ast.walk(part))
         for node in nodes:  # config.x, self.config.x; and in the same function as getattr(config, name), "x"

@@ -23,7 +23,8 @@ from chat import encode_prompt
 from notes import SearchNotes
 from policy import Policy, copy_weights, load, packed_row, sampler_copy
 from rollout import Sampler, run_agent
-from sampling import random_key, sample_tokens, uniforms
+from run import Stop
+from sampling import draw_tokens, random_key, refuse_broken, uniforms
 from tools import PythonTool, ToolResult
 
 BARE = SimpleNamespace(eos_token_id=None)  # a tokenizer for runs on plain ids; the model's own end id stays
@@ -77,6 +78,12 @@ def trainer_logprobs(model, trajectories, temperature=1.0) -> list[list[float]]:
 def log_softmax(logits) -> np.ndarray:
     z = np.asarray(logits, np.float64)
     return z - z.max() - np.log(np.exp(z - z.max()).sum())
+
+
+def sample_tokens(logits, uniform, temperature=1.0, **law):
+    token, logprob = draw_tokens(logits, uniform, temperature, **law)
+    refuse_broken(logprob.tolist())
+    return token, logprob
 
 
 def support(logits, **law) -> set[int]:
@@ -483,15 +490,18 @@ def test_a_half_precision_sampler_on_cpu_follows_its_weights_and_leaves_the_mode
 
 def test_a_sampler_that_is_dropped_gives_its_cache_back_at_once():
     """Half of a GPU's memory that a cycle of references keeps is missing when the next sampler is made."""
-    sampler = Sampler(small_model("qwen3", eos_token_id=None), BARE, max_rows=2)
-    sampler.generate(some_prompts(5), 2, 3)
-    cache = weakref.ref(sampler.blocks)
-    gc.disable()
-    try:
-        del sampler
-        assert cache() is None
-    finally:
-        gc.enable()
+    for graphs in (False, True):
+        sampler = Sampler(small_model("qwen3", eos_token_id=None), BARE, max_rows=2, graphs=graphs)
+        sampler.generate(some_prompts(5), 2, 3)
+        with pytest.raises(ValueError):
+            sampler.generate([[]])
+        cache = weakref.ref(sampler.blocks)
+        gc.disable()
+        try:
+            del sampler
+            assert cache() is None
+        finally:
+            gc.enable()
 
 
 def test_a_base_model_with_a_chat_template_stops_where_a_turn_ends(tokenizer, tmp_path):
@@ -524,6 +534,77 @@ def test_a_run_that_was_broken_off_leaves_nothing_behind():
         with pytest.raises(KeyboardInterrupt):
             sampler.generate(prompts, 3, 8)
     assert ids(sampler.generate(prompts, 3, 8)) == right and all_free(sampler)
+
+
+def test_a_run_broken_off_between_two_lines_of_the_cache_leaves_no_block_taken(monkeypatch):
+    """A signal comes at any line: also where a block has left the list of the free ones and is in no table
+    yet."""
+    model, prompts = small_model("qwen3", eos_token_id=None), some_prompts(9, 30)
+    sampler = Sampler(model, BARE, max_rows=3, block=4)
+
+    def broken(table, tokens):
+        sampler.blocks.free.pop()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sampler.blocks, "fork", broken)
+        sampler.generate(prompts, 3, 8)
+    assert all_free(sampler)
+
+
+def test_after_broken_weights_the_sampler_is_as_good_as_new():
+    """NaN in keys and values stays in blocks that are free: masked, it is still NaN, and made healthy weights
+    look broken."""
+    model = small_model("qwen3", eos_token_id=None)
+    sampler, weight = Sampler(model, BARE, max_rows=3, block=16), model.get_input_embeddings().weight.data
+    right, whole = ids(sampler.generate([[5] * 3], 1, 4)), weight.clone()
+    weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError):
+        sampler.generate([[5] * 30], 1, 4)
+    weight.copy_(whole)
+    assert ids(sampler.generate([[5] * 3], 1, 4)) == right
+
+
+class Interrupted:
+    """A tool's future that is waited for when Ctrl-C is pressed."""
+
+    def done(self):
+        return False
+
+    def result(self):
+        raise Stop
+
+
+def test_ctrl_c_while_a_tool_is_waited_for_is_no_result_of_the_tool(tokenizer):
+    """Taken for one it would be read by the policy and trained on: a step that the run, continued, never
+    has."""
+    model = small_model("qwen3", vocab_size=len(tokenizer), eos_token_id=None)
+    sampler = Sampler(model, tokenizer, max_rows=2, max_len=60)
+    sampler.stop = set(range(len(tokenizer)))  # each token ends a turn
+    with pytest.raises(Stop):
+        sampler.generate([[5, 6]], 1, 20, respond=lambda row: [Interrupted()], follow=lambda row, found: [7])
+    assert all_free(sampler)
+
+
+def test_results_of_one_turn_are_taken_one_by_one(tokenizer):
+    """Thirty calls that loop take minutes together: who watches whether anything goes on (--stall) must see
+    that they answer."""
+    model, seen = small_model("qwen3", vocab_size=len(tokenizer), eos_token_id=None), []
+    sampler = Sampler(model, tokenizer, max_rows=2, max_len=60)
+    sampler.stop = set(range(len(tokenizer)))
+
+    class Slow:
+        def done(self):
+            return False
+
+        def result(self):
+            seen.append(sampler.stats["tool_wait"])
+            time.sleep(0.01)
+            return ToolResult("1", "ok", 0.01)
+
+    turns = iter([[Slow(), Slow(), Slow()], []])
+    sampler.generate([[5, 6]], 1, 20, respond=lambda row: next(turns), follow=lambda row, found: [7])
+    assert seen[0] < seen[1] < seen[2]
 
 
 class scripted:
@@ -623,6 +704,9 @@ def test_a_request_that_can_never_fit_is_refused_with_its_numbers():
         sampler.generate([[5], [5] * 20], 1, 13)
     assert all_free(sampler)
     assert len(sampler.generate([[5] * 20], 2, 12)[1].ids) == 32 and all_free(sampler)  # exactly full
+    assert sampler.generate([[5] * 40], 1, 0)[0].finish == "length"  # asks for nothing
+    short = Sampler(sampler.model, BARE, max_len=64, cache_tokens=32, block=4)
+    assert short.generate([[5] * 70], 1, 9)[0].finish == "length"  # has no room
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         sampler.generate([[]])
     with pytest.raises(ValueError, match="max_len 300 .* 256"):

@@ -259,7 +259,7 @@ def test_a_run_writes_its_configuration_its_tokenizer_and_its_curves(straight):
     """Nobody can tell later what a run was (hkust-nlp/simpleRL-reason#64) unless it is beside its numbers."""
     content = json.loads((straight / "config.json").read_text())
     settings = content["config"]
-    assert settings.keys() == vars(grpo.Config()).keys()
+    assert settings.keys() == vars(grpo.Config()).keys() | {"sha256_problems"}
     assert (settings["group"], settings["lr"], settings["max_prompt"]) == (4, 4e-4, 300)
     assert {"torch", "transformers"} <= content["versions"].keys() and "--group" in content["command"]
     assert (straight / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -325,7 +325,7 @@ def test_a_run_killed_before_its_configuration_was_written_can_be_started_again(
 
 MEDDLE = """
 import os, resource, signal, sys, time
-import grpo
+import grpo, sft
 where, what = sys.argv.pop(1).split(" ", 1)
 real = grpo.evaluate
 
@@ -346,7 +346,8 @@ elif where == "save":
     grpo.checkpoint = lambda *_: time.sleep(300)
 else:
     sys.addaudithook(hook)
-grpo.run_script(grpo.main, grpo.parse_args(grpo.Config, presets=grpo.PRESETS))
+script = sft if "--teacher" in sys.argv else grpo
+script.run_script(script.main, script.parse_args(script.Config, presets=script.PRESETS))
 """
 
 
@@ -563,6 +564,26 @@ def test_a_complete_run_gets_its_page_if_that_is_missing(scripts, straight):
     assert code == 2 and "complete" in err and (straight / "report.html").is_file()
 
 
+def test_problems_that_have_changed_are_another_run(scripts, straight):
+    """A row more or less makes another order of all of them: some would come twice, others never."""
+    lines = (scripts.folder / "problems.jsonl").read_text().splitlines(keepends=True)
+    (scripts.folder / "more.jsonl").write_text("".join(lines))
+    scripts.succeed("grpo.py", *command("grown", 1, data="more.jsonl"))
+    (scripts.folder / "more.jsonl").write_text("".join(lines[1:]))
+    code, _, err = scripts("grpo.py", *command("grown", 2, data="more.jsonl"))
+    assert code == 2 and "other settings (sha256_problems" in err
+
+
+def test_a_broken_pipe_that_is_not_our_output_is_an_error():
+    """The service of a tracker that has died ended the run without a word, as if its reader had gone."""
+
+    def main():
+        raise BrokenPipeError("the service is gone")
+
+    with pytest.raises(BrokenPipeError, match="service"):
+        run.run_script(main)
+
+
 def test_a_command_that_was_refused_can_be_corrected(scripts, straight):
     """A typing error in --model must not leave a run with "other settings" behind that refuses the right
     command."""
@@ -588,7 +609,7 @@ def test_sft_refuses_to_write_over_a_model(scripts, cold):
 SFT = "--preset tiny --teacher 320 --save_every 8 --threads 1 --out".split()
 
 
-def test_a_cold_start_that_is_killed_goes_on_and_gives_the_same_bits(scripts):
+def test_a_cold_start_that_is_killed_goes_on_and_gives_the_same_bits(scripts, meddle):
     """kill -9 in the middle: weights and losses are those of the run that was left alone. An optimizer state
     or an order of the data that starts anew shows in the first step."""
     told = scripts.succeed("sft.py", *SFT, "taught")
@@ -600,7 +621,15 @@ def test_a_cold_start_that_is_killed_goes_on_and_gives_the_same_bits(scripts):
     os.kill(running, signal.SIGKILL)
     assert scripts.wait()[0] == -signal.SIGKILL
     assert saved.exists() and not (scripts.folder / "taught_killed").exists()
+    # and again, when all is trained and saved but the model has no name yet
+    code, said, _ = scripts(
+        meddle, "os.rename taught_killed.training/model taught_killed", *SFT, "taught_killed"
+    )
+    assert code == -signal.SIGKILL and "continued after step" in said
+    assert not (scripts.folder / "taught_killed").exists()
     assert "continued after step" in scripts.succeed("sft.py", *SFT, "taught_killed")
+    assert (scripts.folder / "taught_killed" / "training.json").exists()
+    assert not (scripts.folder / "taught_killed.training").exists()
     straight, killed = ((scripts.folder / name) for name in ("taught", "taught_killed"))
     assert (killed / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
     rows = [[json.loads(line) for line in (f / "metrics.jsonl").open()] for f in (straight, killed)]

@@ -184,7 +184,7 @@ def test_ctrl_c_leaves_a_clean_line_and_a_cursor():
     assert "\033[?25l" not in program.text  # it is never hidden
     screen = Screen(80, 24)
     screen.feed(program.text)
-    stopped = "stopped; the same command continues after the last checkpoint"
+    stopped = "stopped; the same command continues from what is saved"
     assert screen.all()[:2] == ["working on 1 and on", "note 1: " + "x" * 60]
     assert [x.replace("^C", "") for x in screen.all()[2:]] == ["", stopped, ""]
     assert (screen.row, screen.column) == (len(screen.lines) - 1, 0)

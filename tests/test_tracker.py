@@ -12,7 +12,7 @@ import types
 import pytest
 
 import tracker
-from run import Log
+from run import Log, write_rows
 
 ROWS = [
     {"step": 0, "eval/correct": 0.25},
@@ -75,16 +75,20 @@ def test_a_tracker_that_comes_later_gets_the_rows_before(fake, tmp_path):
 
 
 def test_a_tracker_that_does_not_start_ends_with_a_sentence(fake, tmp_path, monkeypatch, capsys):
-    """No login, no network: a trace through a library that one did not write helps nobody."""
+    """No login, no network: a trace through a library that one did not write helps nobody. Put right, it gets
+    the rows before, as one that comes later does."""
 
     def refuse(**_):
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(sys.modules[fake[0]], "init", refuse)
-    with pytest.raises(SystemExit) as end:
-        Log(tmp_path, -1, fake[0], {})
+    write_rows(tmp_path / "metrics.jsonl", ROWS)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys.modules[fake[0]], "init", refuse)
+        Log(tmp_path, 1, fake[0], {})
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1 and "no route to host" in said and fake[0] in said
+    Log(tmp_path, 1, fake[0], {})
+    assert fake[1][1:] == [(0, {"eval/correct": 0.25}), (1, {"reward/mean": -0.5})]
 
 
 def test_what_is_wrong_with_a_tracker_is_said_at_the_start(monkeypatch):
