@@ -204,7 +204,8 @@ def equal(gold: str, pred: str) -> bool | None:
 
 
 def _equations_equal(gold: list[str], pred: list[str]) -> bool | None:
-    """Sides of equations (one: a bare answer). x = 5 and n = 10/2 = 5 are 5; 9 = 5 and x + 1 = 5 are not."""
+    """Sides of equations (one: a bare answer). x = 5 and n = 10/2 = 5 are 5; 9 = 5 and x + 1 = 5 are not. A
+    response may say what it has found (x + y = 12 for 12); a gold that does asks for as much."""
     if len(gold) > 1 and len(pred) > 1:
         if _squeeze(gold[0]) == _squeeze(pred[0]):
             return equal(gold[-1], pred[-1])

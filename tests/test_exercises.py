@@ -1,5 +1,6 @@
 """An exercise can never rot: its fault applies to the core as it is, crashes nothing, and a test sees it."""
 
+import ast
 import json
 import re
 import subprocess
@@ -129,6 +130,23 @@ def test_an_unknown_exercise_gets_the_nearest_name():
         "flat-line" in run("start.py")[1]
         and "k1 is -KL" in run("check.py", "negative-distance", "--explain")[1]
     )
+
+
+def test_imports_run_one_way_as_the_readme_says():
+    """A reader opens the files in that order, and takes pieces out of it."""
+    text = " ".join((start.CORE / "README.md").read_text().split())
+    layers = re.search(r"Imports run one way: (.*?)\.", text)[1].split(" → ")
+    place = {name: i for i, layer in enumerate(layers) for name in layer.split(", ")}
+    files = {path.stem: path.read_text() for path in start.CORE.glob("*.py")}
+    assert place.keys() == files.keys() | {"kernels"}
+    for name, source in files.items():
+        for node in ast.parse(source).body:  # what is imported with the file
+            found = (
+                [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            )
+            found += [node.module] if isinstance(node, ast.ImportFrom) else []
+            used = {module.split(".")[0] for module in found} & place.keys()
+            assert all(place[module] < place[name] for module in used), f"{name} imports {used}"
 
 
 # ---- "to change X, edit these lines" (README) --------------------------------------------------------------
