@@ -37,7 +37,7 @@ LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
 CAPSET = LIBC.capset if LINUX else None  # looked up once, not in every child
 REMOVE = ("sh", "-c", '(chmod -R u+rwx "$0"; rm -rf "$0") 2>/dev/null')  # a folder of any depth and modes
-CHANGES = attrgetter("st_mode", "st_ctime_ns")  # of a folder: what is done to it, whatever is in it
+CHANGES = attrgetter("st_mode", "st_ctime_ns", "st_mtime_ns", "st_atime_ns")  # what is done to a folder
 # Since Linux 6.14 each process namespace has its own pid_max, which binds root too (RLIMIT_NPROC does not).
 LIMITED_PIDS = LINUX and tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 14)
 
@@ -103,6 +103,7 @@ def work(connection_fd: int, box: str, namespaces: bool) -> None:
     os.closerange(4, 1 << 16)
     connection, missing = socket.socket(fileno=3), []
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as process 1 it then cannot be reached by it
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     count = LINUX and not (namespaces and (LIMITED_PIDS or os.getuid() != 0))
     if namespaces:
@@ -111,8 +112,11 @@ def work(connection_fd: int, box: str, namespaces: bool) -> None:
     else:
         missing.append("namespaces")
         empty(box := os.path.join(box, str(os.getpid())), namespaces)
-        if not (LINUX and LIBC.prctl(36, 1, 0, 0, 0) == 0 and LIBC.syscall(444, None, 0, 1) > 0):
+        landlock = LIBC.syscall(444, None, 0, 1) if LINUX else 0  # its version
+        if landlock < 3 or LIBC.prctl(36, 1, 0, 0, 0) != 0:
             missing.append("Landlock")
+        if landlock < 6:
+            missing.append("limits on signals (a program can kill your processes)")
     if not (LINUX and refuse_system_calls()):
         missing.append("seccomp")
     os.environ.update(HOME=box, TMPDIR=box)
@@ -154,29 +158,38 @@ def call(job: dict, box: str, namespaces: bool, count: bool, host: int = 3) -> d
             while (child := os.wait4(-1, os.WNOHANG))[0]:  # orphans are ours too
                 ended = child if child[0] == pid else ended
         crowded = count and len(os.listdir("/proc")) > crowd  # a fork bomb, which nothing else limits
-    killed = kill_all(namespaces, pid)
+    killed = kill_all(namespaces, pid, bool(ended))
     reply = {"seconds": time.monotonic() - start}
     for stream in streams:
         stream.read()
     for fd in fds:
         os.close(fd)
-    # By its list too: clocks of file systems stand still for milliseconds.
-    if CHANGES(os.stat(box)) != fresh or os.listdir(box):
+    # Not by its times alone: before Linux 6.13 they stand still for milliseconds.
+    if CHANGES(os.stat(box)) != fresh or os.listdir(box) or attributes(box):
         empty(box, namespaces)
     return reply | describe(job, out, err, ended or killed, timed_out=not (ended or crowded))
 
 
-def kill_all(namespaces: bool, pid: int = 0) -> tuple | None:
+def attributes(folder: str) -> list[str]:
+    """The extended ones that a program can set."""
+    with suppress(AttributeError, OSError):  # macOS; file systems without any
+        return [name for name in os.listxattr(folder) if not name.startswith("security.")]
+    return []
+
+
+def kill_all(namespaces: bool, pid: int = 0, reaped: bool = False) -> tuple | None:
     """Kill every process of the call whose child is pid, wherever it has hidden; what wait4 tells of pid."""
-    found = None
+    found, targets = None, [-pid, pid][: 2 - reaped] if pid else []
     while True:  # round by round: orphans become our children
-        targets = [-1] if namespaces else [-pid, pid] if pid else []
-        if not namespaces:  # in one, -1 is all but us, in a single step of the kernel: no fork escapes
+        if namespaces:
+            targets = [-1]  # all but us, in a single step of the kernel: no fork escapes
+        else:
             with suppress(OSError), open("/proc/thread-self/children") as file:  # not on macOS
                 targets += map(int, file.read().split())
         for target in targets:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(target, signal.SIGKILL)
+        targets = []  # never a number twice: it may be another process's by then
         try:
             child = os.wait4(-1, 0)
         except ChildProcessError:
@@ -241,10 +254,11 @@ def become_program(job: dict, box: str, namespaces: bool, streams: tuple, limits
     for limit in limits:
         with suppress(ValueError, OSError):  # macOS does not limit address space
             resource.setrlimit(*limit)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if LINUX and not namespaces:
         LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the worker
-        restrict_by_landlock(box)
     if LINUX:
+        restrict_by_landlock(box)
         CAPSET(struct.pack("Ii", 0x20080522, 0), bytes(24))  # no capabilities
     os.closerange(3, 256)
     random.seed(0)  # with hash seed and numpy's seed: the same program prints the same
@@ -346,7 +360,8 @@ def enter_namespaces(box: str) -> None:
     libc(LIBC.syscall, 442, -100, "/", 0x8000, struct.pack("4Q", 1 | 2 | 4, 0, 0, 0), 32)
     for device in ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"):
         libc(LIBC.mount, device, device, None, 0x1000, None)  # MS_BIND
-        libc(LIBC.syscall, 442, -100, device, 0, struct.pack("4Q", 0, 1 | 4, 0, 0), 32)
+        # a device again, but its mode stays read-only: root's program would change the machine's own
+        libc(LIBC.syscall, 442, -100, device, 0, struct.pack("4Q", 0, 4, 0, 0), 32)
     empty(box, namespaces=True)
 
 
@@ -364,22 +379,28 @@ def empty(box: str, namespaces: bool) -> None:
 
 
 # Refused: sockets; queues and memory that outlive a call or that no limit counts; what only attacks need:
-# socket shmget msgget semget mq_open memfd_create ptrace process_vm_readv process_vm_writev pidfd_getfd setns
-# unshare bpf perf_event_open io_uring_setup userfaultfd add_key request_key keyctl memfd_secret
-REFUSED = {
-    "x86_64": (0xC000003E, "41 29 68 64 240 319 101 310 311 438 308 272 321 298 425 323 248 249 250 447"),
-    "aarch64": (0xC00000B7, "198 194 186 190 180 279 117 270 271 438 268 97 280 241 425 282 217 218 219 447"),
-}
+# socket, shm get at ctl, msg get snd rcv ctl, sem get op timedop ctl, mq open unlink, memfd_create, ptrace,
+# process_vm readv writev, pidfd_getfd, setns, unshare, bpf, perf_event_open, io_uring_setup, userfaultfd,
+# add_key, request_key, keyctl, memfd_secret. Of socketpair all but streams, which multiprocessing needs (a
+# datagram goes to any path); of prlimit64 the limits of other processes.
+REFUSED = {  # architecture, socketpair, prlimit64, the others
+    "x86_64": (0xC000003E, 53, 302, """41 29 30 31 68 69 70 71 64 65 220 66 240 241 319 101 310 311 438 308
+        272 321 298 425 323 248 249 250 447"""),
+    "aarch64": (0xC00000B7, 199, 261, """198 194 196 195 186 189 188 187 190 193 192 191 180 181 279 117 270
+        271 438 268 97 280 241 425 282 217 218 219 447"""),
+}  # fmt: skip
 
 
 def refuse_system_calls() -> bool:
     """Give up new rights and the calls above for good, children included (seccomp). False if not granted."""
-    architecture, numbers = REFUSED.get(os.uname().machine, (0, ""))
+    architecture, pair, limit, numbers = REFUSED.get(os.uname().machine, (0, 0, 0, ""))
     numbers = [int(number) for number in numbers.split()]
-    refuse = len(numbers) + 5  # the last line; from line i a jump there skips refuse - i - 1 lines
+    refuse = len(numbers) + 12  # the last line; from line i a jump there skips refuse - i - 1 lines
     program = [(0x20, 0, 0, 4), (0x15, 0, refuse - 2, architecture)]  # no 32-bit calls
     program += [(0x20, 0, 0, 0), (0x35, refuse - 4, 0, 0x40000000)]  # none of x86-64's x32
     program += [(0x15, refuse - i - 1, 0, number) for i, number in enumerate(numbers, 4)]
+    program += [(0x15, 0, 3, pair), (0x20, 0, 0, 24), (0x54, 0, 0, 15), (0x15, 3, 4, 1)]  # type: SOCK_STREAM?
+    program += [(0x15, 0, 2, limit), (0x20, 0, 0, 16), (0x15, 0, 1, 0)]  # pid: 0, itself?
     program += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001)]  # allow; refuse with EPERM
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
@@ -388,7 +409,8 @@ def refuse_system_calls() -> bool:
 
 
 def restrict_by_landlock(box: str) -> None:
-    """Without namespaces: write below box only; no signal to, no look into processes outside of this call."""
+    """Write below box only, named pipes included; look into no process outside of this call, and from Linux
+    6.12 on send no signal to one. (Modes, times and attributes of files it does not protect.)"""
     if (version := LIBC.syscall(444, None, 0, 1)) < 1:
         return
     writing = 2 | (1 << min(12 + version, 15)) - (1 << 4)  # files; folders; from 2 on links; from 3 sizes

@@ -54,6 +54,21 @@ def test_a_right_program_passes_however_it_reads_and_writes(tool, program, given
     assert score(tool, program, given, expected) == 1.0
 
 
+@pytest.mark.parametrize("printed", ["'[' * 100_000", "'1 ' * 2_000_000", "'1e999'"])
+def test_what_a_wrong_program_prints_can_neither_end_nor_stop_the_run(tool, printed):
+    """Deep brackets are an error of recursion, not of JSON; a long line need not be read as numbers when it
+    has another number of words. Both in the trainer's own process."""
+    start = time.perf_counter()
+    assert score(tool, f"print({printed})", "", "5 6") == 0.0
+    assert time.perf_counter() - start < 5
+
+
+def test_an_integer_beyond_all_floats_is_no_float(tool):
+    call = dict(fn_name="f")
+    assert score(tool, "def f(x):\n    return 0.5", "1", 10**400, **call) == 0.0
+    assert score(tool, "def f(x):\n    return 10**290 + x", "1", 10**290 + 1, **call) == 1.0
+
+
 @pytest.mark.parametrize(
     "printed, expected, right",
     [

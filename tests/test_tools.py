@@ -545,10 +545,12 @@ def test_processes_are_counted_where_the_kernel_does_not_limit_those_of_root(tmp
 def test_a_hostile_program_ends_in_time_as_expected_and_leaves_nothing(tool, name):
     """Each program is one that hung, leaked or broke somebody's tool; see bench/torture.py."""
     code, limit_s, _, _ = torture.PROGRAMS[name]
+    if name in torture.SIGNALS and torture.not_confined(tool):
+        pytest.skip("no namespaces here, and before Linux 6.12 nothing else limits signals: it would kill us")
     tool.run("pass")
-    before = set(torture.processes())
+    before, start = set(torture.processes()), time.monotonic()
     result = tool.run(code, timeout_s=limit_s)
-    assert torture.verdict(name, result.status, result.output, result.seconds) == ""
+    assert torture.verdict(name, result.status, result.output, time.monotonic() - start) == ""
     assert torture.left_behind(before) == ""
     assert tool.run("print(1)").output == "1"
 
@@ -571,6 +573,21 @@ def test_a_call_has_a_session_of_its_own_and_limits_of_size(tool):
     limit = "import resource as r; print(r.getrlimit(r.RLIMIT_{})[0])"
     found = {name: tool.run(limit.format(name)).output for name in ("AS", "FSIZE", "CORE", "NOFILE", "CPU")}
     assert found == {"AS": str(1 << 30), "FSIZE": str(1 << 28), "CORE": "0", "NOFILE": "256", "CPU": "61"}
+
+
+@linux
+def test_what_lies_outside_of_the_folder_cannot_be_written_or_changed(tool, tmp_path):
+    """A read-only mount lets named pipes be written, and root's program could take a device's mode away from
+    the whole machine."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        tried = f"import os\nos.open({str(tmp_path / 'pipe')!r}, os.O_WRONLY | os.O_NONBLOCK)"
+        assert "PermissionError" in tool.run(tried).output
+    finally:
+        os.close(reader)
+    assert "Read-only file system" in tool.run("import os; os.chmod('/dev/null', 0o666)").output
+    assert tool.run("open('/dev/null', 'w').write('x')").output == "1"
 
 
 @linux
@@ -602,7 +619,8 @@ BOTH_WAYS = (  # programs that are tried again without namespaces, and inside bu
     "reads the parent's environment", "writes outside", "reads every environment in /proc", "internet",
     "folders two thousand deep", "locks its own folder", "memory bomb, one block", "endless output",
     "ignores every signal", "stops itself (SIGSTOP)", "reads its own environment",
-    "socket of a local service", "socket by the 32-bit table of calls",
+    "socket of a local service", "socket by the 32-bit table of calls", "datagram to a local socket",
+    "limits its parent's descriptors",
 )  # fmt: skip
 
 
@@ -807,6 +825,8 @@ bomb = tool.run(torture.PROGRAMS["fork bomb that catches"][0], timeout_s=20)
 assert bomb.status == "killed" and bomb.seconds < 10, bomb
 from tests.test_tools import BOTH_WAYS
 for name in BOTH_WAYS:
+    if name in torture.SIGNALS and torture.not_confined(tool):
+        continue
     before = set(torture.processes())
     code, limit_s, _, _ = torture.PROGRAMS[name]
     result = tool.run(code, timeout_s=limit_s)
@@ -819,5 +839,6 @@ tool.close()
     process = host(code, **torture.HOST)
     stdout, stderr = process.communicate(timeout=100)
     assert stdout == "" and process.returncode == 0
-    assert stderr == "tools: this system does not grant namespaces: calls are isolated less\n"
+    assert stderr.startswith("tools: this system does not grant namespaces")
+    assert stderr.endswith(": calls are isolated less\n") and stderr.count("\n") == 1
     assert torture.left_behind(before) == ""
