@@ -16,7 +16,6 @@ project: needs torch and transformers (5 or later), and nothing else of this fol
 import contextlib
 import ctypes
 import functools
-import inspect
 import warnings
 
 import torch
@@ -26,7 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-try:  # the CUDA body: torch's own since 2.12; flash-attn, if installed, for training rows of an older torch
+try:  # the CUDA body: torch's own since 2.13; flash-attn, if installed, for training rows of an older torch
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
@@ -34,7 +33,10 @@ try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
-_PAGED = varlen_attn is not None and "block_table" in inspect.signature(varlen_attn).parameters
+_PAGED = varlen_attn is not None and torch.__version__ >= (
+    2,
+    13,
+)  # in 2.12 FlashAttention 2 has no num_splits
 
 
 def keep_freed_memory() -> None:
@@ -251,7 +253,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scaling: float, slidi
     if flash_attn_varlen_func and not seg.cache:
         return flash_attn_varlen_func(q, k, v, *edges, softmax_scale=scaling, causal=True, window_size=window)
     warnings.warn(
-        "attention by SDPA, slow and large for long rows; torch 2.12 brings a better one", stacklevel=2
+        "attention by SDPA, slow and large for long rows; torch 2.13 brings a better one", stacklevel=2
     )
     return None
 
@@ -273,7 +275,6 @@ def attention(
             module, q, k, v, mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window, **kw
         )
     sdpa = F.scaled_dot_product_attention
-    gqa = q.shape[1] != k.shape[1]
     cache = seg.cache
     if cache:
         layer = module.layer_idx
@@ -315,6 +316,9 @@ def attention(
             visible = key_at <= query_at
             if sliding_window:
                 visible &= query_at - key_at < sliding_window
+        if q.is_cuda:  # there only flash kernels know groups, and they take no mask and no float32
+            ki, vi = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (ki, vi))
+        gqa = ki.shape[1] != q.shape[1]
         outs.append(sdpa(qi, ki, vi, visible, is_causal=visible is None, scale=scaling, enable_gqa=gqa))
     if not len(seg.single):
         return torch.cat(outs, 2).transpose(1, 2), None

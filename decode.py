@@ -12,11 +12,18 @@ of the longest sequence, H hidden size. Left out: graphs of steps that also feed
 copy into another project take attention.py along.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from attention import Blocks, Segments, trunk
+
+
+@functools.cache
+def side_stream(device) -> torch.cuda.Stream:
+    """One for all steps: libraries keep a workspace for each stream that they have seen."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeStep:
@@ -42,14 +49,17 @@ class DecodeStep:
         self.staged = [[torch.zeros(t.shape, dtype=t.dtype, pin_memory=cuda) for t in used] for _ in range(2)]
         self.turn, self.unread, self.graph = 0, 0, None
         if cuda:
-            aside = torch.cuda.Stream()
+            if torch.cuda.current_device() != device.index:
+                raise ValueError(f"graphs on {device} need torch.cuda.set_device({device.index}) first")
+            aside = side_stream(device)
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):  # what libraries set up at a first call must not be recorded
                 for _ in range(2):
                     self._compute()
             torch.cuda.current_stream().wait_stream(aside)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
+            # thread_local: NCCL's threads may look at their events meanwhile
+            with torch.cuda.graph(self.graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
                 self._compute()
 
     def _compute(self) -> None:

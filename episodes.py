@@ -201,9 +201,9 @@ def measure(episodes: list[dict]) -> dict[str, float]:
         "length/truncated": mean(e["finish"] != "stop" for e in episodes),
         "tool/calls": len(calls) / len(episodes),
         "tool/used": mean(bool(r) for r in ran),
-        "tool/success": mean(r["status"] == "ok" for r in calls),
         "tool/repaired": mean(any(not a and b for a, b in zip(r, r[1:])) for r in ran),
-        "tool/seconds": mean(r["seconds"] for r in calls),
+        **({"tool/success": mean(r["status"] == "ok" for r in calls)} if calls else {}),
+        **({"tool/seconds": mean(r["seconds"] for r in calls)} if calls else {}),
         "group/zero_variance": mean(min(r) == max(r) for r in groups.values()),
     }
 
@@ -233,7 +233,9 @@ def evaluate(agents: Agents, problems, seed: int) -> dict[str, float]:
     episodes = agents.sample(problems, 1, seed)
     found, (p, low, high) = measure(episodes), mean_interval([[float(e["correct"])] for e in episodes])
     families = {f"eval/{k}": v for k, v in found.items() if k.startswith("correct/")}
-    tool = {f"eval/tool_{k}": found[f"tool/{k}"] for k in ("used", "success", "repaired")}
+    tool = {
+        f"eval/tool_{k}": found[f"tool/{k}"] for k in ("used", "success", "repaired") if f"tool/{k}" in found
+    }
     return {"eval/correct": p, "eval/low": low, "eval/high": high, **families, **tool}
 
 

@@ -186,6 +186,10 @@ def plan(config: Config, model_config, ranks: int, device: str, memory: float, r
     row = max(config.tokens_per_row, longest)  # a sequence longer than a row has a row of its own
     rows = min(config.max_rows, -(-config.batch // ranks))
 
+    heads, kv = c.num_attention_heads, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
+    # FlashAttention 2, backward: d query in float32, d key and d value of each query head
+    flash = 0 if cpu else row * heads * dim * (4 + 2 * b * (kv != heads))
     kept, peak = (size / longest * row for size in layers_memory(c, longest, dtype, not cpu, windows=cpu))
     prefill = layers_memory(c, PREFILL + rows, dtype, grad=False, windows=False)[1]
     masters = 4 * shard if cpu or not config.offload else 0
@@ -211,13 +215,12 @@ def plan(config: Config, model_config, ranks: int, device: str, memory: float, r
         "KV cache": {},
         f"activations kept, row of {row:,} tokens": during(kept, "head", "backward"),
         "one layer at work": {"sample": prefill, "backward": peak - kept},
+        "workspace of attention": during(flash, "backward"),
         "logits": {"sample": 28 * rows * v, "head": head_memory(row, v, h, b, device)},
         "interpreter, libraries" if cpu else f"CUDA, NCCL, fragmentation: {RESERVE:.0%} assumed":
             during(LIBRARIES if cpu else RESERVE * memory, *MOMENTS),
     }  # fmt: skip
     p = Plan(memory, items, 0, {})
-    heads, kv = c.num_attention_heads, getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
     a_token = 2 * c.num_hidden_layers * kv * dim * b  # bytes of its keys and values
     left = min(4e9, memory - p.need) if cpu else memory - max(map(p.total, run))
     fits = max(longest, min(config.max_rows * longest, int(left / a_token) // 256 * 256))

@@ -21,6 +21,7 @@ Left out: asynchronous rollouts, and any launcher beyond torchrun.
 """
 
 import json
+import math
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
@@ -209,7 +210,11 @@ def update(
 @torch.no_grad()
 def broken(policy: net.Policy, rows: list[dict]) -> str:
     """Where it begins: the first module whose output is not finite, or the parameter with such a gradient."""
-    names = []
+    names, bad = [], []
+    for name, weight in policy.named_parameters():  # of this rank's shard, and before a forward gathers them
+        if (gradient := weight.grad) is not None:
+            gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            bad += [] if gradient.isfinite().all() else [name]
 
     def hook(name):
         def check(module, given, out):
@@ -226,7 +231,6 @@ def broken(policy: net.Policy, rows: list[dict]) -> str:
         h.remove()
     if names:
         return f": the output of {names[0]} is not"
-    bad = [n for n, p in policy.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     return f": the gradient of {bad[-1]} is not" if bad else ""
 
 
@@ -405,9 +409,9 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
                     f.write(json.dumps({"step": step, **e}) + "\n")
         if rank == 0:
             left = clock(sum(pace) / len(pace) * (config.steps - step))
-            right, ran = row["reward/correct"], row["tool/success"]
+            right, ran = row["reward/correct"], f"{row.get('tool/success', math.nan):.2f}".replace("nan", "–")
             print(f"step {step:3d}/{config.steps}  right {right:.2f} {'#' * round(20 * right):20s}  "
-                  f"tool {row['tool/used']:.2f}  ran {ran:.2f}  tokens {row['length/policy_tokens']:.0f}  "
+                  f"tool {row['tool/used']:.2f}  ran {ran}  tokens {row['length/policy_tokens']:.0f}  "
                   f"entropy {row['policy/entropy']:.3f}  {end - start:.1f} s  {left} left",
                   flush=True)  # fmt: skip
             if config.show_every and (step == 1 or step % config.show_every == 0):

@@ -81,19 +81,22 @@ def read_run(folder: str) -> dict:
 def panels(runs: list[dict]) -> list[dict]:
     """The panels that have data; a key that no panel knows gets its own at the end."""
     logged = sorted({k for run in runs for row in run["rows"] for k in row} - {"step", *BAND["eval/correct"]})
-    known = {k for panel in PANELS for x in panel[2].split() for k in fnmatch.filter(logged, x)}
-    other = [(k, "", k, "Logged by this run; this page has no word on it.") for k in logged if k not in known]
     out = []
-    for title, unit, patterns, text in PANELS + other:
+    for title, unit, patterns, text in PANELS:
         if keys := [k for x in patterns.split() for k in fnmatch.filter(logged, x)]:
             out.append({"title": title, "unit": unit, "text": text, "keys": keys})
-    return out
+    known, text = (
+        {k for panel in out for k in panel["keys"]},
+        "Logged by this run; this page has no word on it.",
+    )
+    return out + [{"title": k, "unit": "", "text": text, "keys": [k]} for k in logged if k not in known]
 
 
 def observations(rows: list[dict]) -> list[tuple]:
     """(what, arXiv 2510.11701 on it, our rule, this run's numbers or None, shown: True, False or None) each.
 
-    a → b are means over the first and the last fifth of the rows that have the keys (at least one row).
+    a → b are means over the first and the last fifth of the rows that have the keys (at least one row); of right
+    answers the first and the last evaluation.
     """
 
     def ends(*keys: str, value=lambda x: x) -> tuple[float, float] | None:
@@ -144,7 +147,11 @@ def write_png(runs: list[dict]) -> Path:
             for i, run in enumerate(runs):
                 for j, key in enumerate(keys):
                     rows = [r for r in run["rows"] if key in r]
-                    x, colour, dash = [r["step"] for r in rows], f"C{i if many else j}", "-:"[many and j % 2]
+                    x, colour, dash = (
+                        [r["step"] for r in rows],
+                        f"C{i if many else j}",
+                        ["-", ":", "--", "-."][many * j % 4],
+                    )
                     label = f"{run['name']} {key}" if many else key
                     axis.plot(x, [r[key] for r in rows], dash, color=colour, label=label, marker=".")
                     if key in BAND and all(k in r for r in rows for k in BAND[key]):

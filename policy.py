@@ -269,6 +269,8 @@ def init_process_group() -> tuple[int, int, str]:
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if device != "cpu":
         torch.cuda.set_device(device)
+        # else cuBLAS may add parts of a long sum in bfloat16, as the gradient of a weight over a row's tokens
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not dist.is_initialized():
         _store, rank, _ = next(dist.rendezvous("env://")) if ranks > 1 else (dist.HashStore(), 0, 1)
         backend, wait = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timedelta(hours=4)

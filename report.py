@@ -137,7 +137,7 @@ def write_page(runs: list[dict]) -> Path:
     config, data = runs[0]["config"], chosen_trajectories(runs[0])
     data |= {"panels": panels(runs), "band": BAND, "paper": observations(runs[0]["rows"]), "runs": []}
     for run in runs:
-        rows = [{k: float(f"{v:.5g}") for k, v in row.items()} for row in run["rows"]]
+        rows = [{k: v if k == "step" else float(f"{v:.5g}") for k, v in row.items()} for row in run["rows"]]
         data["runs"].append({"name": run["name"], "rows": rows})
     bounds = [config.get("clip_low"), config.get("clip_high")]
     data["clip"] = bounds if all(map(is_number, bounds)) else [0.2, 0.28]

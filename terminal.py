@@ -51,7 +51,7 @@ def paint(kind: str, text: str) -> str:
 
 
 def paint_turns(tokenizer, ids: list[int], mask: list[int], prompt_len: int) -> str:
-    """A trajectory's text: prompt grey, the policy's tokens (mask 1) green, the tool's blue."""
+    """A trajectory's text: prompt grey, the policy's tokens (mask 1) green, the tool's cyan."""
     text = paint("prompt", tokenizer.decode(ids[:prompt_len]))
     for m, turn in groupby(zip(mask[prompt_len:], ids[prompt_len:]), key=itemgetter(0)):
         text += paint("policy" if m else "tool", tokenizer.decode([i for _, i in turn]))

@@ -121,7 +121,6 @@ def run_arm(out: Path, world: str, problems: str, settings: dict, seed: int, ste
     import sft
     import tiny
     from data import parse_args
-    from run import latest
 
     if world:
         usual = tiny.script
@@ -148,8 +147,7 @@ def run_arm(out: Path, world: str, problems: str, settings: dict, seed: int, ste
     config = replace(
         config, model=str(cold), out=str(out), seed=seed, steps=steps, eval_every=4, show_every=0, **settings
     )
-    if latest(out)[0] < steps:
-        grpo.main(config)
+    grpo.main(config)
 
 
 def sometimes_right(cold: Path, problems: list) -> list:
@@ -176,13 +174,17 @@ def rows(out: Path, steps: int) -> list[dict]:
     return [row for row in found if row["step"] <= steps]
 
 
+def whole(found: list[dict], steps: int) -> bool:
+    return bool(found) and found[-1]["step"] >= steps and "eval/correct" in found[-1]
+
+
 def table(claim: str, arms: dict, out: Path, seeds: list[int], steps: int) -> None:
     """One line an arm: means over the seeds, and the seeds' range in brackets."""
     print(f"\n### {claim}\n\nPaper: {CLAIMS[claim][0]}.\n")
     print("| arm | seeds | right before | after | half right at step | tool used, calls | calls that ran "
           "| tokens, cut off | mean entropy |\n" + "|---" * 9 + "|")  # fmt: skip
     for arm in arms:
-        runs = [r for s in seeds if len(r := rows(out / name(claim, arm, s), steps)) > 1]
+        runs = [r for s in seeds if whole(r := rows(out / name(claim, arm, s), steps), steps)]
         if not runs:
             continue
 
@@ -194,13 +196,15 @@ def table(claim: str, arms: dict, out: Path, seeds: list[int], steps: int) -> No
         def at(r, key):
             return [row[key] for row in r if key in row]
 
+        ran = [r for r in runs if "tool/success" in r[-1]]  # missing where nothing was called
+
         half = [next((row["step"] for row in r if row.get("eval/correct", 0) >= 0.5), None) for r in runs]
         print(
             f"| {arm} | {len(runs)} | {spread(lambda r: at(r, 'eval/correct')[0])} "
             f"| **{spread(lambda r: at(r, 'eval/correct')[-1])}** "
             f"| {', '.join('never' if h is None else str(h) for h in half)} "
             f"| {spread(lambda r: r[-1]['tool/used'])}, {spread(lambda r: r[-1]['tool/calls'], 1)} "
-            f"| {spread(lambda r: r[-1]['tool/success'])} "
+            f"| {spread(lambda r: r[-1]['tool/success'], runs=ran) if ran else '–'} "
             f"| {spread(lambda r: r[-1]['length/policy_tokens'], 0)}, "
             f"{spread(lambda r: r[-1]['length/truncated'])} "
             f"| {spread(lambda r: mean(at(r, 'policy/entropy')), 3)} |"
@@ -209,24 +213,17 @@ def table(claim: str, arms: dict, out: Path, seeds: list[int], steps: int) -> No
 
 def figure(out: Path, seeds: list[int], file: Path, steps: int) -> None:
     """Right answers on unseen problems by step, one panel a claim: the mean, and each seed as a thin line."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(2, 4, figsize=(14, 6.4), sharey=True)
+    fig = Figure(figsize=(14, 6.4))
+    axes = fig.subplots(2, 4, sharey=True)
     for ax, (claim, (_, arms)) in zip(axes.flat, CLAIMS.items()):
         for i, arm in enumerate(arms):
+            runs = [r for s in seeds if whole(r := rows(out / name(claim, arm, s), steps), steps)]
             curves = [
-                [
-                    (r["step"], r["eval/correct"])
-                    for r in rows(out / name(claim, arm, s), steps)
-                    if "eval/correct" in r
-                ]
-                for s in seeds
+                [(row["step"], row["eval/correct"]) for row in r if "eval/correct" in row] for r in runs
             ]
-            curves = [c for c in curves if len(c) > 1]
-            if curves and len({len(c) for c in curves}) == 1:
+            if curves:
                 x, y = [p[0] for p in curves[0]], list(zip(*[[p[1] for p in c] for c in curves]))
                 ax.plot(
                     x, [mean(v) for v in y], color=f"C{i}", label="no bound" if arm == "1000000000.0" else arm
@@ -281,20 +278,11 @@ def main() -> None:
     jobs = {name(c, arm, s): (c, arm, s) for s in args.seeds for c, arms in claims.items() for arm in arms}
 
     def run(folder: str) -> None:
-        done = [r["step"] for r in rows(args.out / folder, args.steps)]
-        if done and done[-1] >= args.steps:
+        if whole(rows(args.out / folder, args.steps), args.steps):
             return
         arm = [str(x) for x in jobs[folder]]
-        command = [
-            sys.executable,
-            __file__,
-            "--out",
-            str(args.out),
-            "--steps",
-            str(args.steps),
-            "--arm",
-            *arm,
-        ]
+        where = ["--out", str(args.out), "--steps", str(args.steps)]
+        command = [sys.executable, __file__, *where, "--arm", *arm]
         with (args.out / f"{folder}.log").open("a") as log:
             code = subprocess.run(
                 command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -49,12 +49,14 @@ def ranks_of(job: int) -> list[int]:
     return found
 
 
-def kill(job: subprocess.Popen, only: int | None) -> None:
-    """SIGKILL for the job's processes, or for one of its ranks, upon which torchrun ends the others."""
+def kill(job: subprocess.Popen, only: int | None) -> str:
+    """SIGKILL for the job's processes, or for one of its ranks if that has begun (torchrun then ends the
+    others); whom it hit."""
     ranks = ranks_of(job.pid)
     if only is None or only >= len(ranks):
+        only = None
         job.kill()
-    for pid in ranks if only is None or only >= len(ranks) else [ranks[only]]:
+    for pid in ranks if only is None else [ranks[only]]:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -63,6 +65,7 @@ def kill(job: subprocess.Popen, only: int | None) -> None:
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
               for pid in ranks):  # fmt: skip
         time.sleep(0.05)
+    return "the job" if only is None else f"rank {only}"
 
 
 def without_clocks(found):
@@ -145,11 +148,10 @@ def main() -> None:
                     time.sleep(rng.uniform(0, 0.06 * args.ranks))
             if job.poll() is None:
                 only = rng.choice([None, None, *range(args.ranks)]) if args.ranks > 1 else None
-                kill(job, only)
+                whom = kill(job, only)
                 kills += 1
                 part = bool(list(killed.glob("checkpoints/*.part")))
                 saving += part
-                whom = "the job" if only is None else f"rank {only}"
                 found = ["no checkpoint", *sorted(p.name for p in killed.glob("checkpoints/step_??????"))]
                 print(f"kill {kills}: {whom}, {found[-1]}{', while saving' * part}", flush=True)
             else:  # it came to its end before: compared, and from the start again

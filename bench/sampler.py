@@ -6,7 +6,8 @@ python bench/sampler.py --model M --vllm ENVIRONMENT/bin/python        # one tha
 python bench/sampler.py --gpu qwen3-0.6b | qwen3-4b           # random weights of that shape; not run by us
 
 Prompts are random ids and every length is forced, the same for all contenders; all draw from the whole law at
-temperature 1 with the same weights, type and threads, after a warm-up.
+temperature 1 with the same weights, type and threads, after a warm-up. (On a processor that does not multiply
+bfloat16, ours multiplies float32 copies of the weights and rounds the results; the JSON line says so.)
 
 fixed      32 sequences of 128 tokens, prompts of 16
 ragged64   64 sequences of 10 to 256 tokens (a long-tailed law), 8 for each prompt of 64; generate: one batch
@@ -216,6 +217,7 @@ def main() -> None:
 
     import torch
 
+    import attention
     import policy
 
     torch.set_num_threads(args.threads)
@@ -253,6 +255,7 @@ def main() -> None:
 
     print("\n| | " + " | ".join(["tokens", "ours", "generate", "vLLM"]) + " |\n|---|---:|---:|---:|---:|")
     result: dict = {"dtype": args.dtype, "threads": args.threads}
+    result["multiplies_bfloat16"] = attention.multiplies_bfloat16()
     for name, found in seconds.items():
         speeds = {k: f"{todo[name].tokens / v:.0f}" for k, v in found.items()}
         row = [speeds.get(k, "-") for k in ("ours", "generate", "vllm")]

@@ -19,12 +19,13 @@ from start import CORE, HERE, IGNORED, chosen
 
 def failing(folder: Path, test: str) -> list[str]:
     """The tests of a file that fail in the folder; ends the program if they cannot be run there."""
-    options = ["--tb=short", "-p", "no:cacheprovider", "-o", "addopts="]
+    options = ["--tb=short", "--color=no", "-rfE", "-p", "no:cacheprovider", "-o", "addopts="]
     command = [sys.executable, "-m", "pytest", *options, test.split("::")[0]]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
+    found = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
+    if done.returncode not in (0, 1) or bool(found) != bool(done.returncode):
         sys.exit(f"the tests cannot be run in {folder}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return re.findall(r"^FAILED (.*?)(?: - .*)?$", done.stdout, re.M)
+    return found
 
 
 def main() -> int:

@@ -43,6 +43,8 @@ def faulty_files(name: str) -> set[str]:
 
 def copy_core(folder: Path, name: str | None) -> None:
     """The core, with its tests, in a new folder; with the fault of an exercise if one is named."""
+    if name and not shutil.which("git"):
+        sys.exit("git must be installed: it puts the fault in")
     folder.mkdir(parents=True)
     for file in ("*.py", "report_page.html", "README.md", "pyproject.toml", "requirements.txt"):
         for path in CORE.glob(file):
@@ -53,6 +55,7 @@ def copy_core(folder: Path, name: str | None) -> None:
         alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
         command = ["git", "apply", str(HERE / name / "bug.patch")]
         if subprocess.run(command, cwd=folder, env=alone).returncode:
+            shutil.rmtree(folder)
             sys.exit(
                 f"{name}: the fault does not apply to this core; take an unchanged copy of the repository"
             )

@@ -35,6 +35,12 @@ Triton kernels for CUDA tensors; `which_body` chooses. Left out: second derivati
 temperature. To copy this elsewhere take the file, torch, and Triton if there is a GPU.
 """
 
+import functools
+import os
+import shutil
+import sysconfig
+import warnings
+
 import torch
 
 try:
@@ -186,10 +192,22 @@ def row_gradient_triton(z, targets, inv_t, sums, g_logp, g_entropy, out) -> None
 BODIES = {"torch": (row_stats, row_gradient), "triton": (row_stats_triton, row_gradient_triton)}
 
 
+@functools.cache
+def builds() -> bool:
+    """Whether Triton can build what launches its kernels on a GPU; says so if not."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    found = bool(compiler) and os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+    if not found:
+        warnings.warn(
+            "log-probs by torch, slower: Triton needs a C compiler and Python's headers", stacklevel=2
+        )
+    return found
+
+
 def which_body(x, backend=None) -> str:
     """The body for x: Triton for CUDA tensors where it is installed, else torch. Under TRITON_INTERPRET=1 the
     kernels run on the CPU too, a thousand times slower, so only for a caller who asks by backend="triton"."""
-    fits = triton is not None and x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
+    fits = triton is not None and x.dtype != torch.float64 and (INTERPRETED or x.is_cuda and builds())
     if backend not in (None, "torch", "triton") or (backend == "triton" and not fits):
         need = "float32 or less, and a GPU, or TRITON_INTERPRET=1 before triton is imported"
         raise ValueError(f"backend {backend!r} for {x.dtype} on {x.device}: torch takes all, triton {need}")

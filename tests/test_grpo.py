@@ -754,7 +754,7 @@ def test_every_metric_of_a_batch_by_hand():
         "group/zero_variance": 0.5,
     }
     alone = measure([stored(0, "mod", [0, 1], 1, [], "stop", True)])
-    assert alone["tool/success"] == alone["tool/seconds"] == 0.0  # no call: no division by 0
+    assert not {"tool/success", "tool/seconds"} & alone.keys()  # no call is not a failed call
 
 
 def test_the_share_of_right_answers_has_wilsons_interval():

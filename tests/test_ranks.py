@@ -478,7 +478,7 @@ def test_a_rank_that_is_slow_samples_less_when_problems_are_shared(jobs):
     assert jobs[1][0]["here"] == 18
     for ranks in (2, 3):
         here = [found["here"] for found in jobs[ranks]]
-        assert sum(here) == 18 and here[-1] < min(here[:-1])
+        assert sum(here) == 18 and here[-1] <= 4  # dealt, it has 8 of two ranks and 6 of three
 
 
 # ---- nodes ------------------------------------------------------------------------------------------------
