@@ -1,6 +1,6 @@
 """GRPO-TCR: reinforcement learning of a policy that calls Python while it reasons (arXiv 2510.11701).
 
-    python grpo.py                                  # a laptop: cold start, then 32 steps, under 5 minutes
+    python grpo.py                                  # a laptop: cold start, then 32 steps, a few minutes
     torchrun --nproc_per_node 8 grpo.py --preset qwen3-4b --model M --data D --out runs/NAME
     python grpo.py --preset tiny+grpo-scr           # another recipe of the paper: grpo-t, grpo-tcr, grpo-scr
     the same command again continues a run that was stopped
