@@ -33,10 +33,8 @@ try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
-_PAGED = varlen_attn is not None and torch.__version__ >= (
-    2,
-    13,
-)  # in 2.12 FlashAttention 2 has no num_splits
+# the FlashAttention 2 of 2.12 refuses num_splits
+_PAGED = varlen_attn is not None and torch.__version__ >= (2, 13)
 
 
 def keep_freed_memory() -> None:

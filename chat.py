@@ -143,13 +143,15 @@ def place_tools(tokenizer, messages: list[dict], tools: list[dict] | None):
     return messages, None
 
 
+def once_a_template(function):
+    """Keeps what a function of a tokenizer has found until its chat template changes."""
+    kept = functools.lru_cache(maxsize=16)(lambda tokenizer, template: function(tokenizer))
+    return functools.wraps(function)(lambda tokenizer: kept(tokenizer, str(tokenizer.chat_template)))
+
+
+@once_a_template
 def writes_calls(tokenizer) -> bool:
     """Whether the template writes tool calls, and as tool_calls.py reads them."""
-    return _writes_calls(tokenizer, str(tokenizer.chat_template))
-
-
-@functools.lru_cache(maxsize=16)
-def _writes_calls(tokenizer, template: str) -> bool:
     call = {"name": "python", "arguments": {"code": "qabbaq"}}
     calls = [{"type": "function", "function": call}]
     said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
@@ -185,14 +187,11 @@ def tool_description(tools: list[dict]) -> str:
     )
 
 
+@once_a_template
 def turn_marks(tokenizer) -> tuple[str, str]:
     """(header, end): the texts that begin and end an assistant's turn, e.g. "<|im_start|>assistant\\n",
     "<|im_end|>". A template without a generation prompt (Mistral) begins it where the user's turn ends."""
-    return _turn_marks(tokenizer, str(tokenizer.chat_template))
 
-
-@functools.lru_cache(maxsize=16)
-def _turn_marks(tokenizer, template: str) -> tuple[str, str]:
     def text(messages, **kw):
         return "".join(p for p, _ in render(tokenizer, messages, **kw))
 

@@ -190,6 +190,8 @@ def measure(episodes: list[dict]) -> dict[str, float]:
         families[e["family"]].append(e["correct"])
     shaping = [part for part in episodes[0]["reward_parts"] if part != "correct"]
     calls = [r for e in episodes for r in e["tool_results"]]
+    of_calls = {"success": [r["status"] == "ok" for r in calls], "seconds": [r["seconds"] for r in calls]}
+    of_calls = {f"tool/{k}": mean(values) for k, values in of_calls.items() if values}
     ran = [[r["status"] == "ok" for r in e["tool_results"]] for e in episodes]
     return {
         "reward/mean": mean(e["reward"] for e in episodes),
@@ -202,8 +204,7 @@ def measure(episodes: list[dict]) -> dict[str, float]:
         "tool/calls": len(calls) / len(episodes),
         "tool/used": mean(bool(r) for r in ran),
         "tool/repaired": mean(any(not a and b for a, b in zip(r, r[1:])) for r in ran),
-        **({"tool/success": mean(r["status"] == "ok" for r in calls)} if calls else {}),
-        **({"tool/seconds": mean(r["seconds"] for r in calls)} if calls else {}),
+        **of_calls,
         "group/zero_variance": mean(min(r) == max(r) for r in groups.values()),
     }
 

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ from data import Problem, check_values, fail, load_problems, parse_args
 from episodes import mean_interval
 from policy import compute_dtype, init_process_group, load, share_of_cores
 from rollout import Sampler, Trajectory, run_agent
-from run import make_folder, read_rows, run_script, write_rows, write_whole
+from run import digest, make_folder, read_rows, run_script, write_rows, write_whole
 from terminal import clock
 from tools import PythonTool, bubblewrap
 
@@ -56,9 +55,7 @@ class Config:
     tool_seconds: float = 30.0  # wall clock of a tool call
     tool_memory: int = 2048  # MB of each process of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
-    tool_workers: int | None = (
-        None  # programs at the same time on a rank; default: its share of the cores, 2 or more
-    )
+    tool_workers: int | None = None  # programs at once on a rank; default: its share of the cores, at least 2
     sandbox: str = "namespaces"  # of the tool; "bwrap": the same inside bubblewrap, which hides your files
     chunk: int = 16  # problems sampled together, then written
     max_rows: int = 64  # trajectories that decode together
@@ -112,7 +109,8 @@ def summarize(rows: list[dict], samples: int, as_published: bool = False) -> dic
     of = {name: np.array([row[name] for row in rows]) for name in names}
     marks = of["correct"].reshape(-1, samples).tolist()
     said = [[row["prediction"] for row in rows[i : i + samples]] for i in range(0, len(rows), samples)]
-    ks = sorted({k for k in (1, 2, 4, 5, 8, 16, 32, 64, 128, 256, samples) if k <= samples})
+    powers = {2**i for i in range(samples.bit_length())}
+    ks = sorted(powers | {samples} | ({5} if samples >= 5 else set()))  # 5: as LiveCodeBench reports
     table = {"problems": len(marks)} | dict(zip((f"avg@{samples}", "low", "high"), mean_interval(marks)))
     table |= {f"pass@{k}": np.mean([pass_at_k(samples, sum(m), k) for m in marks]) for k in ks}
     if "code" not in of["kind"]:  # programs do not vote
@@ -166,7 +164,7 @@ def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], mod
         content["problems_tool" if tool else "problems_plain"] = [asdict(p) for p in some]
     conditions = {
         **{name: value for name, value in vars(cfg).items() if name not in free},
-        **{f"sha256_{k}": sha256(json.dumps(v).encode()).hexdigest()[:16] for k, v in content.items()},
+        **{f"sha256_{k}": digest(v)[:16] for k, v in content.items()},
         **{name: str(sys.modules[name].__version__) for name in ("torch", "transformers")},
         "problems": len(some),
         "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(),

@@ -21,11 +21,9 @@ Left out: asynchronous rollouts, and any launcher beyond torchrun.
 """
 
 import json
-import math
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +39,19 @@ from config import PRESETS, Config, check
 from data import fail, load_problems, parse_args
 from episodes import Agents, alarms, evaluate, fitting, measure
 from loss import group_advantages, kl_estimate, loss_weights, policy_loss
-from run import Log, Stop, checkpoint, latest, listen, open_run, read_rows, restore, run_script, write_report
+from run import (
+    Log,
+    Stop,
+    checkpoint,
+    digest,
+    latest,
+    listen,
+    open_run,
+    read_rows,
+    restore,
+    run_script,
+    write_report,
+)
 from sampling import random_key
 from terminal import clock, live, show, split, watch
 from tools import PythonTool
@@ -316,9 +326,8 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     may_change = "steps threads sandbox stall out tracker show_every save_every keep store_every "
     # these change at most the last bits
     may_change += "cache_tokens max_rows tokens_per_row offload cuda_graphs tool_workers"
-    content = json.dumps([[asdict(problem) for problem in some] for some in (data, unseen)])
-    digest = sha256(content.encode()).hexdigest()  # a file that has changed is another run
-    open_run(out, asdict(config) | {"sha256_problems": digest}, set(may_change.split()))
+    problems = digest([[asdict(problem) for problem in some] for some in (data, unseen)])
+    open_run(out, asdict(config) | {"sha256_problems": problems}, set(may_change.split()))
     if not loaded:  # the laptop run: a cold start by sft.py, then on from its folder as from any other model
         cold = out / "cold_start"
         if not cold.exists():
@@ -409,7 +418,9 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
                     f.write(json.dumps({"step": step, **e}) + "\n")
         if rank == 0:
             left = clock(sum(pace) / len(pace) * (config.steps - step))
-            right, ran = row["reward/correct"], f"{row.get('tool/success', math.nan):.2f}".replace("nan", "–")
+            right, ran = row["reward/correct"], "–"
+            if "tool/success" in row:  # missing where nothing was called
+                ran = f"{row['tool/success']:.2f}"
             print(f"step {step:3d}/{config.steps}  right {right:.2f} {'#' * round(20 * right):20s}  "
                   f"tool {row['tool/used']:.2f}  ran {ran}  tokens {row['length/policy_tokens']:.0f}  "
                   f"entropy {row['policy/entropy']:.3f}  {end - start:.1f} s  {left} left",

@@ -43,10 +43,8 @@ _MATRIX = _MATRIX.replace("MATRIX", r"(?:[bpB]?matrix|array\}\s*\{[^{}]*|array)"
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _POWER = rf"(?<=[\w)\]}}])\s*(\\text\s*\{{)?\s*({'|'.join(_POWERS)})\b"
 _REWRITES = [
-    (
-        r"^\s*(?:\\\(|\\\[|\${1,2})(.*?)(?:\\\)|\\\]|(?<!\\)\${1,2})\s*$",
-        r"\1",
-    ),  # delimiters around the whole answer
+    # delimiters around the whole answer
+    (r"^\s*(?:\\\(|\\\[|\${1,2})(.*?)(?:\\\)|\\\]|(?<!\\)\${1,2})\s*$", r"\1"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", ""),
     (r"(?<!\\)\\[,;:> \n]|\\q?quad(?![A-Za-z])|[\s\u00a0]+", " "),
     (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\\frac{\1\2}{\3\4}"),

@@ -85,10 +85,8 @@ def panels(runs: list[dict]) -> list[dict]:
     for title, unit, patterns, text in PANELS:
         if keys := [k for x in patterns.split() for k in fnmatch.filter(logged, x)]:
             out.append({"title": title, "unit": unit, "text": text, "keys": keys})
-    known, text = (
-        {k for panel in out for k in panel["keys"]},
-        "Logged by this run; this page has no word on it.",
-    )
+    known = {k for panel in out for k in panel["keys"]}
+    text = "Logged by this run; this page has no word on it."
     return out + [{"title": k, "unit": "", "text": text, "keys": [k]} for k in logged if k not in known]
 
 
@@ -147,11 +145,8 @@ def write_png(runs: list[dict]) -> Path:
             for i, run in enumerate(runs):
                 for j, key in enumerate(keys):
                     rows = [r for r in run["rows"] if key in r]
-                    x, colour, dash = (
-                        [r["step"] for r in rows],
-                        f"C{i if many else j}",
-                        ["-", ":", "--", "-."][many * j % 4],
-                    )
+                    x, colour = [r["step"] for r in rows], f"C{i if many else j}"
+                    dash = ["-", ":", "--", "-."][many * j % 4]
                     label = f"{run['name']} {key}" if many else key
                     axis.plot(x, [r[key] for r in rows], dash, color=colour, label=label, marker=".")
                     if key in BAND and all(k in r for r in rows for k in BAND[key]):

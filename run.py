@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -76,6 +77,11 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
 
 
 _locks: list = []
+
+
+def digest(content) -> str:
+    """Of what can be JSON, for the settings: a file that has changed is another run."""
+    return sha256(json.dumps(content).encode()).hexdigest()
 
 
 def make_folder(out: Path) -> None:
@@ -191,8 +197,7 @@ class Log:
             write_rows(self.file, self.rows)
         self.track = None
         if tracker and dist.get_rank() == 0:
-            new = not (out / tracker / "key").exists()
-            self.track, self.finish = start_tracker(tracker, out, settings or {}, last_step)
+            self.track, self.finish, new = start_tracker(tracker, out, settings or {}, last_step)
             for row in self.rows if new else []:
                 self.track(numbers(row), row["step"])
 

@@ -36,6 +36,7 @@ NAME = "<tool>"  # the program's file name in tracebacks
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None, use_errno=True)
 CAPSET = LIBC.capset if LINUX else None  # looked up once, not in every child
+LANDLOCK = LIBC.syscall(444, None, 0, 1) if LINUX else 0  # its version; none: -1
 REMOVE = ("sh", "-c", '(chmod -R u+rwx "$0"; rm -rf "$0") 2>/dev/null')  # a folder of any depth and modes
 CHANGES = attrgetter("st_mode", "st_ctime_ns", "st_mtime_ns", "st_atime_ns")  # what is done to a folder
 # Since Linux 6.14 each process namespace has its own pid_max, which binds root too (RLIMIT_NPROC does not).
@@ -112,10 +113,9 @@ def work(connection_fd: int, box: str, namespaces: bool) -> None:
     else:
         missing.append("namespaces")
         empty(box := os.path.join(box, str(os.getpid())), namespaces)
-        landlock = LIBC.syscall(444, None, 0, 1) if LINUX else 0  # its version
-        if landlock < 3 or LIBC.prctl(36, 1, 0, 0, 0) != 0:
+        if LANDLOCK < 3 or LIBC.prctl(36, 1, 0, 0, 0) != 0:
             missing.append("Landlock")
-        if landlock < 6:
+        if LANDLOCK < 6:
             missing.append("limits on signals (a program can kill your processes)")
     if not (LINUX and refuse_system_calls()):
         missing.append("seccomp")
@@ -411,10 +411,10 @@ def refuse_system_calls() -> bool:
 def restrict_by_landlock(box: str) -> None:
     """Write below box only, named pipes included; look into no process outside of this call, and from Linux
     6.12 on send no signal to one. (Modes, times and attributes of files it does not protect.)"""
-    if (version := LIBC.syscall(444, None, 0, 1)) < 1:
+    if LANDLOCK < 1:
         return
-    writing = 2 | (1 << min(12 + version, 15)) - (1 << 4)  # files; folders; from 2 on links; from 3 sizes
-    rules = struct.pack("3Q", writing, 0, 3 if version > 5 else 0)  # 3: abstract sockets, signals
+    writing = 2 | (1 << min(12 + LANDLOCK, 15)) - (1 << 4)  # files; folders; from 2 on links; from 3 sizes
+    rules = struct.pack("3Q", writing, 0, 3 if LANDLOCK > 5 else 0)  # 3: abstract sockets, signals
     rules = libc(LIBC.syscall, 444, rules, len(rules), 0)
     for path, allowed in ((box, writing), (os.devnull, 2)):
         libc(LIBC.syscall, 445, rules, 1, struct.pack("=Qi", allowed, os.open(path, os.O_PATH)), 0)

@@ -21,7 +21,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ import policy as net
 import tiny
 from chat import added_tokens, encode_marks, encode_plain, place_tools, render, turn_marks
 from data import check_values, fail, load_conversations, parse_args
-from run import Log, checkpoint, latest, make_folder, open_run, restore, run_script
+from run import Log, checkpoint, digest, latest, make_folder, open_run, restore, run_script
 from terminal import paint_turns
 from tools import PythonTool
 from tracker import tracker_fault
@@ -285,9 +284,8 @@ def run(config: Config) -> Path:
     except ValueError as error:
         fail(str(error))
     examples = tokenize_all(tokenizer, conversations, config.max_len, config.too_long)
-    content = sha256(json.dumps(examples).encode()).hexdigest()  # a file that has changed is another run
     may_change = {"out", "threads", "save_every", "tracker"}
-    open_run(folder, {**asdict(config), "sha256_examples": content}, may_change)
+    open_run(folder, {**asdict(config), "sha256_examples": digest(examples)}, may_change)
     if rank == 0:
         ids, mask = examples[0]
         painted = paint_turns(tokenizer, ids, mask, mask.index(1))

@@ -83,8 +83,9 @@ def _decode_call(text: str, start: int) -> tuple[ToolCall | None, int]:
     return ToolCall("", {}, f"the tool call {problem}: {FORMAT}"), end
 
 
-JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
-JSON_TYPES["object"] = dict
+JSON_TYPES = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict
+}  # fmt: skip
 
 
 def mismatch(name: str, arguments: dict, parameters: dict) -> str:

@@ -23,8 +23,9 @@ def tracker_fault(name: str) -> str:
     return ""
 
 
-def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple[Callable, Callable]:
-    """(log(numbers, step), finish()) of a tracker. It is sent numbers and settings, no text, no files.
+def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple[Callable, Callable, bool]:
+    """(log(numbers, step), finish(), whether it is new to the run) of a tracker. It is sent numbers and
+    settings, no text, no files.
 
     A run that continues goes on in the same run of the tracker. Steps after last_step come again: tensorboard
     drops the old ones, wandb keeps them, trackio shows both. What the tracker writes here lies in out/NAME.
@@ -32,6 +33,7 @@ def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple
     folder, more = out / name, {}
     folder.mkdir(exist_ok=True)
     file = folder / "key"  # there as soon as the tracker has begun
+    new = not file.exists()
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -43,10 +45,10 @@ def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple
                 writer.add_scalar(key, value, step)
             writer.flush()
 
-        return log, writer.close
+        return log, writer.close, new
     tracker = importlib.import_module(name)
     # tells this run from others whose folder had the same name
-    key = file.read_text() if file.exists() else secrets.token_hex(4)
+    key = secrets.token_hex(4) if new else file.read_text()
     if name == "wandb":  # it would copy the terminal, with what the model writes
         more = {"id": key, "dir": str(folder), "settings": tracker.Settings(console="off")}
     try:
@@ -56,7 +58,7 @@ def start_tracker(name: str, out: Path, settings: dict, last_step: int) -> tuple
     except Exception as error:  # no login, no network: each library has its own types
         fail(f"--tracker {name} does not start ({error}); put that right or leave it out: the run continues")
     file.write_text(key)
-    return tracker.log, tracker.finish
+    return tracker.log, tracker.finish, new
 
 
 def numbers(row: dict) -> dict[str, float]:

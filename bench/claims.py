@@ -178,13 +178,19 @@ def whole(found: list[dict], steps: int) -> bool:
     return bool(found) and found[-1]["step"] >= steps and "eval/correct" in found[-1]
 
 
+def finished(claim: str, arm: str, out: Path, seeds: list[int], steps: int) -> list[list[dict]]:
+    """The rows of each seed's run of an arm, of those that came to their end."""
+    found = [rows(out / name(claim, arm, seed), steps) for seed in seeds]
+    return [run for run in found if whole(run, steps)]
+
+
 def table(claim: str, arms: dict, out: Path, seeds: list[int], steps: int) -> None:
     """One line an arm: means over the seeds, and the seeds' range in brackets."""
     print(f"\n### {claim}\n\nPaper: {CLAIMS[claim][0]}.\n")
     print("| arm | seeds | right before | after | half right at step | tool used, calls | calls that ran "
           "| tokens, cut off | mean entropy |\n" + "|---" * 9 + "|")  # fmt: skip
     for arm in arms:
-        runs = [r for s in seeds if whole(r := rows(out / name(claim, arm, s), steps), steps)]
+        runs = finished(claim, arm, out, seeds, steps)
         if not runs:
             continue
 
@@ -219,7 +225,7 @@ def figure(out: Path, seeds: list[int], file: Path, steps: int) -> None:
     axes = fig.subplots(2, 4, sharey=True)
     for ax, (claim, (_, arms)) in zip(axes.flat, CLAIMS.items()):
         for i, arm in enumerate(arms):
-            runs = [r for s in seeds if whole(r := rows(out / name(claim, arm, s), steps), steps)]
+            runs = finished(claim, arm, out, seeds, steps)
             curves = [
                 [(row["step"], row["eval/correct"]) for row in r if "eval/correct" in row] for r in runs
             ]

@@ -72,9 +72,8 @@ def points(name: str | None, command: str, key: str) -> tuple[str, list, list]:
     out = folder / "runs" / hashlib.sha256(command.encode()).hexdigest()[:8]  # the same run is made once
     if not (out / "done").exists():
         for part in command.replace("OUT", str(out)).split(" && "):
-            if not (
-                part.startswith("sft.py") and (folder / part.split()[-1]).exists()
-            ):  # a model is made once
+            made = part.startswith("sft.py") and (folder / part.split()[-1]).exists()
+            if not made:
                 run(folder, part)
         (out / "done").touch()
     if key.startswith("pass@k"):
