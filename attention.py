@@ -47,17 +47,19 @@ def keep_freed_memory() -> None:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor does (AVX512-BF16, AMX). Else torch multiplies number by number, 7 to 9 times
+    """Whether this processor does (AVX512-BF16, AMX). Else torch multiplies number by number, 7 to 20 times
     slower than in float32."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @contextlib.contextmanager
 def packed_weights(model):
-    """Within it, linear layers of a bfloat16 model on CPU use copies of their weights: ordered as the matrix
-    unit reads them, since each product orders them again otherwise, a third of its time at 32 rows; or, where
-    the processor does not multiply bfloat16, in float32, the result rounded as such a unit would. Made anew
-    each time, so they are never those of an older step. Other models stay as they are."""
+    """In here the linear layers of a bfloat16 model on CPU multiply by a copy of their weight; others do not.
+
+    Where the processor multiplies bfloat16, the copy is ordered as its matrix unit reads it: torch would
+    order it anew in each product, a third of the time at 32 rows. Elsewhere the copy is float32, and results
+    are rounded as that unit would. Copies are made anew each time, so they are never those of an older step.
+    """
     layers, unit = [], multiplies_bfloat16()
     if model.device.type == "cpu":
         layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.bfloat16]
@@ -125,8 +127,8 @@ class Blocks:
         return new
 
     def clear(self, zero: bool) -> None:
-        """Take all blocks back, from whoever has them. zero: what they hold must go as well: a masked key or
-        value that is NaN is felt all the same."""
+        """Take all blocks back, from whoever has them. zero: wipe them too, for a NaN in the cache spreads
+        even where it is masked."""
         self.free, self.count = list(range(len(self.count) - 1, 0, -1)), [0] * len(self.count)
         if zero:
             self.k.zero_()
@@ -163,7 +165,7 @@ class Segments:
         self.spans = list(zip(starts.tolist(), ends.tolist(), past.tolist()))  # (from, to, past) of each
         self.new, self.past, self.biases = new, past, {}
         self.ragged = range(len(new))  # sequences that take an attention call of their own
-        self.single = []  # sequences with one new token, those with most keys first
+        self.single = []  # decoding rows: one new token, the rest in the cache; those with most keys first
         if cache:
             slot = tables[owner, position // cache.size] * cache.size + position % cache.size
             self.slot = slot.to(device)  # [N] where keys and values go in the flattened cache
@@ -199,11 +201,12 @@ class Segments:
     def pieces(self) -> list[tuple[int, int, Tensor, Tensor]]:
         """(from, to) in `single`, tables [c, m], last key that each row sees [c, 1]. Rows of about one length
         and a megabyte of keys and values, so that what is gathered is read again from the processor's own
-        cache, and no row is padded to the longest of all."""
+        cache, and no row is padded to the longest of all. Makes `gathered` too, the buffer they all use."""
+        room = 2**19 if self.slot.device.type == "cpu" else 2**28  # bytes; a GPU wants few launches
         found, start = [], 0
         while start < len(self.single):
             width = self.cache.needs(int(self.past[self.single[start]]) + 1)
-            end = start + max(1, 2**19 // (width * self.cache.k[0, 0].nbytes))
+            end = start + max(1, room // (width * self.cache.k[0, 0].nbytes))
             rows = self.single[start:end]
             tables, last = self.tables[rows, :width], self.past[rows, None]
             found.append((start, end, tables.to(self.slot.device), last.to(self.slot.device)))
@@ -242,17 +245,15 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, seg: Segments, scaling: float, slidi
     it. num_splits=1: split attention over blocks has returned NaN (pytorch/torchtitan#3235). The keys' edges
     are not read beside a block table, but FlashAttention 2, torch's default, wants them.
     """
-    edges, (total, blocks) = seg.flash
+    (new_edges, key_edges, most_new, most_keys), (total, blocks) = seg.flash
+    edges = new_edges, key_edges, most_new, most_keys
     # a single query is its sequence's last token: without the bound, query heads that share keys go together
-    window = (sliding_window - 1 if sliding_window else -1, 0 if edges[2] > 1 else -1)
+    window = (sliding_window - 1 if sliding_window else -1, 0 if most_new > 1 else -1)
     if _PAGED:
         paged = {"seqused_k": total, "block_table": blocks, "num_splits": 1} if seg.cache else {}
         return varlen_attn(q, k, v, *edges, scale=scaling, window_size=window, enable_gqa=True, **paged)
     if flash_attn_varlen_func and not seg.cache:
         return flash_attn_varlen_func(q, k, v, *edges, softmax_scale=scaling, causal=True, window_size=window)
-    warnings.warn(
-        "attention by SDPA, slow and large for long rows; torch 2.13 brings a better one", stacklevel=2
-    )
     return None
 
 
@@ -281,11 +282,17 @@ def attention(
         keys.flatten(0, 1)[seg.slot] = k[0].transpose(0, 1)
         values.flatten(0, 1)[seg.slot] = v[0].transpose(0, 1)
 
-    if q.is_cuda and q.dtype != torch.float32:
-        kf, vf = (keys, values) if cache else (k[0].transpose(0, 1), v[0].transpose(0, 1))
-        out = _flash(q[0].transpose(0, 1), kf, vf, seg, scaling, sliding_window)
+    if q.is_cuda:
+        out = None
+        if q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0):
+            kf, vf = (keys, values) if cache else (k[0].transpose(0, 1), v[0].transpose(0, 1))
+            out = _flash(q[0].transpose(0, 1), kf, vf, seg, scaling, sliding_window)
         if out is not None:
             return out[None], None
+        text = (
+            "attention by SDPA, slow and large for long rows; a better one needs torch 2.13, bfloat16, Ampere"
+        )
+        warnings.warn(text, stacklevel=1)
 
     if len(seg.single):  # decoding rows; the query heads of one key head are its queries
         places = seg.last[seg.single]

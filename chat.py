@@ -16,6 +16,7 @@ template).
 
 import copy
 import functools
+import itertools
 import json
 import re
 import weakref
@@ -81,15 +82,17 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, gen
     for i, message in enumerate(messages):
         message["content"] = message.get("content") or ""
         for call in message.get("tool_calls") or []:
-            function = call.get("function", call)
-            if isinstance(function["arguments"], str):  # stored either way; templates want the object
-                function["arguments"] = json.loads(function["arguments"])
-            if not isinstance(function["arguments"], dict):
-                raise ValueError(f"the arguments of a tool call are {function['arguments']!r}, not an object")
+            _, arguments = name_and_arguments(call)
+            if not isinstance(arguments, dict):
+                raise ValueError(f"the arguments of a tool call are {arguments!r}, not an object")
+            call.get("function", call)["arguments"] = arguments  # templates want the object
         if message["role"] == "tool":
             message["content"] = hide(message["content"])
         else:
             messages[i] = guard(message, turns if message["role"] == "assistant" else everything)
+    if any(m["role"] == "tool" for m in messages) and not shows_results(tokenizer):
+        say_once("the chat template has no place for a tool's text: the user gives it")
+        messages = given_by_the_user(messages)
     options = {"add_generation_prompt": generation_prompt, "tokenize": False}
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, **options)
@@ -103,6 +106,24 @@ def render(tokenizer, messages: list[dict], tools: list[dict] | None = None, gen
     return [(known[int(p)], True) if i % 2 else (p, False) for i, p in enumerate(pieces)]
 
 
+def name_and_arguments(call: dict) -> tuple[str, dict]:
+    """Of a call in a message: bare or under "function", its arguments an object or the JSON text of one."""
+    call = call.get("function", call)
+    arguments = call["arguments"]
+    return call["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def given_by_the_user(messages: list[dict]) -> list[dict]:
+    """The texts of tools that follow each other as one message of the user."""
+    found = []
+    for of_tools, some in itertools.groupby(messages, key=lambda m: m["role"] == "tool"):
+        if of_tools:
+            texts = [f"<tool_response>\n{m['content']}\n</tool_response>\n" for m in some]
+            some = [{"role": "user", "content": "".join(texts)}]
+        found += some
+    return found
+
+
 def encode_marks(tokenizer, text: str) -> list[int]:
     """Ids of the template's own text: its control tokens become control tokens."""
     return tokenizer.encode(text, add_special_tokens=False)
@@ -111,9 +132,7 @@ def encode_marks(tokenizer, text: str) -> list[int]:
 def encode_pieces(tokenizer, pieces) -> list[int]:
     ids = []
     for text, is_plain in pieces:
-        if text:
-            encode = encode_plain if is_plain else encode_marks
-            ids += encode(tokenizer, text)
+        ids += (encode_plain if is_plain else encode_marks)(tokenizer, text)
     return ids
 
 
@@ -138,7 +157,9 @@ def place_tools(tokenizer, messages: list[dict], tools: list[dict] | None):
         "goes into the user's message"
     )
     messages = copy.deepcopy(messages)
-    first = next(m for m in messages if m["role"] == "user")
+    first = next((m for m in messages if m["role"] == "user"), None)
+    if not first:
+        raise ValueError("no message of the user, in which the tools could be described")
     first["content"] = tool_description(tools) + "\n\n" + first["content"]
     return messages, None
 
@@ -162,6 +183,19 @@ def writes_calls(tokenizer) -> bool:
     return call in [{"name": c.name, "arguments": c.arguments} for c in parse_tool_calls(text)]
 
 
+@once_a_template
+def shows_results(tokenizer) -> bool:
+    """Whether the template has a place for the texts of tools, and leaves them as they are."""
+    call = {"type": "function", "function": {"name": "python", "arguments": {"code": "1"}}}
+    called = {"tool_calls": [call, call]} if writes_calls(tokenizer) else {}
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **called}]
+    said += [{"role": "tool", "content": "\ue0f0", "name": "python"}] * 2
+    try:
+        return tokenizer.apply_chat_template(said, tokenize=False).count("\ue0f0") == 2
+    except TemplateError:
+        return False
+
+
 def place_calls(tokenizer, messages: list[dict]) -> list[dict]:
     """Tool calls as text, in the form that the policy is told to write, if the template does not do it."""
     if not any(m.get("tool_calls") for m in messages) or writes_calls(tokenizer):
@@ -170,10 +204,8 @@ def place_calls(tokenizer, messages: list[dict]) -> list[dict]:
     messages = copy.deepcopy(messages)
     for message in messages:
         for call in message.pop("tool_calls", None) or []:
-            function = call.get("function", call)
-            arguments = function["arguments"]
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            said = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+            name, arguments = name_and_arguments(call)
+            said = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
             message["content"] = (message.get("content") or "") + f"\n<tool_call>\n{said}\n</tool_call>"
     return messages
 
@@ -234,31 +266,18 @@ class ToolTurn:
 
     def _frame(self, names: tuple[str, ...]) -> list[list[int]]:
         _, end = turn_marks(self.tokenizer)
-        n, functions = len(names), [{"name": name, "arguments": {"code": "1"}} for name in names]
-        calls = [{"type": "function", "function": function} for function in functions]
-        ask, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-        called = {"role": "assistant", "content": "", "tool_calls": calls}
-        called = called if writes_calls(self.tokenizer) else said
+        functions = [{"name": name, "arguments": {"code": "1"}} for name in names]
+        called = {"role": "assistant", "content": "a"}
+        if writes_calls(self.tokenizer):
+            called["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         answers = [{"role": "tool", "content": "r", "name": name} for name in names]
-        try:
-            pieces = render(self.tokenizer, [ask, called, *answers], None, True)
-            if sum(plain for _, plain in pieces) != n:
-                raise ValueError("the results are not in the rendered text")
-        except ValueError as error:
-            say_once(f"the chat template has no tool role ({error}): the user gives the results")
-            shown = {"role": "user", "content": "<tool_response>\n\ue0f2\n</tool_response>\n" * n}
-            text = "".join(p for p, _ in render(self.tokenizer, [ask, said, shown], None, True))
-            pieces = [(p, i % 2) for i, p in enumerate(re.split("(\ue0f2)", text))]
+        pieces = render(self.tokenizer, [{"role": "user", "content": "q"}, called, *answers], None, True)
         first = pieces[0][0]
         start = first.rindex(end) + len(end)  # the assistant's turn is the last to end
         texts = [first[start:]] + [text for text, plain in pieces[1:] if not plain]
         return [encode_marks(self.tokenizer, t) for t in texts]
 
 
-_said = set()
-
-
+@functools.cache
 def say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        print(line, flush=True)
+    print(line, flush=True)

@@ -27,13 +27,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+import math_equal
 import policy as net
 import tiny
 from chat import encode_prompt
 from config import Config as RunConfig
-from data import Problem, check_values, fail, load_rows, parse_args
+from data import Problem, load_rows
 from episodes import Agents, fitting
-from run import make_folder, open_run, read_rows, run_script, write_rows, write_whole
+from options import check_values, fail, parse_args
+from run import digest, make_folder, open_run, read_rows, run_script, weights_digest, write_rows, write_whole
 from sampling import random_key
 from terminal import clock
 from tool_calls import mismatch, parse_tool_calls
@@ -61,7 +63,7 @@ class Config:
     tool_seconds: float = 30.0  # wall clock of a tool call
     tool_memory: int = 2048  # MB of each process of a tool call
     tool_chars: int = 256  # characters of a tool's output that the policy sees
-    max_rows: int = 128  # episodes that decode together on a rank
+    max_rows: int = 128  # trajectories that decode together on a rank
     cache_tokens: int | None = None  # tokens of a rank's KV cache; none: what max_rows need and memory allows
     dtype: str = ""  # of compute: float32 or bfloat16; empty: float32 on CPU, bfloat16 on GPU
     threads: int = 0  # CPU threads of torch; 0: all cores, shared among the ranks
@@ -105,28 +107,31 @@ def conversation(episode: dict, problem: Problem, tokenizer, tool_name: str = "p
 
 def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
     """(rows with a prompt that is not too long, what was rolled out on each), the latter a line each of
-    out/rollouts.jsonl: {"problem": number, "id", "correct": [of each episode], "calls": how many, "ran": of
-    these, "conversations"}."""
+    out/rollouts.jsonl: {"problem": number, "id", "sha256", "correct": [of each episode], "calls": how many,
+    "ran": of these, "conversations"}."""
     rank, ranks, device = net.init_process_group()
     workers = max(2, net.set_threads(config.threads, ranks))
     model, tokenizer = net.load(config.model, net.compute_dtype(config.dtype, device), device)
     may_change = {"out", "limit", "keep", "easy", "hard", "max_rows", "cache_tokens", "threads"}
-    open_run(out, asdict(config), may_change)
+    open_run(out, {**asdict(config), "sha256_weights": weights_digest(model)}, may_change)
     schema = [PythonTool.described(config.tool_name)] if config.describe_tool else None
     fit = fitting(rows, [len(encode_prompt(tokenizer, r[1].messages, schema)) for r in rows], config, model)
     file = out / "rollouts.jsonl"
     lines = read_rows(file)
     stored = {row["problem"]: row for row in lines}
+    digests = [digest(asdict(problem)) for _, problem in fit]
     for i, (_, problem) in enumerate(fit):
-        if i in stored and stored[i]["id"] != problem.id:
-            fail(f"{file} has {stored[i]['id']} as problem {i}, --data {problem.id}; give another --out")
+        if i in stored and stored[i]["sha256"] != digests[i]:
+            fail(f"{file} is of another --data: its problem {i} is not {problem.id}; give another --out")
     dist.barrier()
     if rank == 0:
         write_rows(file, lines)
     chunks = [range(at, min(at + config.chunk, len(fit))) for at in range(0, len(fit), config.chunk)]
     missing = [chunk for chunk in chunks if not stored.keys() >= set(chunk)]
     names = {field.name for field in fields(RunConfig)}
-    settings = RunConfig(**{k: v for k, v in asdict(config).items() if k in names}, overlong_buffer=0)
+    settings = {k: v for k, v in asdict(config).items() if k in names}
+    stall = max(RunConfig.stall, config.tool_seconds + 60)
+    settings = RunConfig(**settings, overlong_buffer=0, stall=stall)
     began = time.perf_counter()
     limits = (workers, config.tool_seconds, config.tool_memory, config.tool_chars)
     with PythonTool(*limits, name=config.tool_name) as tool:
@@ -139,14 +144,16 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
             for i, problem, episodes in zip(chunk, problems, found):
                 ran = [result["status"] == "ok" for e in episodes for result in e["tool_results"]]
                 said = [conversation(e, problem, tokenizer, config.tool_name) for e in episodes]
-                stored[i] = {"problem": i, "id": problem.id, "correct": [e["correct"] for e in episodes]}
-                stored[i] |= {"calls": len(ran), "ran": sum(ran), "conversations": list(filter(None, said))}
+                stored[i] = {"problem": i, "id": problem.id, "sha256": digests[i]}
+                stored[i] |= {"correct": [e["correct"] for e in episodes], "calls": len(ran), "ran": sum(ran)}
+                stored[i]["conversations"] = list(filter(None, said))
             if rank == 0:
                 with file.open("a") as f:
                     f.writelines(json.dumps(stored[i]) + "\n" for i in chunk)
                 left = clock((time.perf_counter() - began) / done * (len(missing) - done))
                 right = sum(sum(stored[i]["correct"]) for i in chunk) / len(chunk) / config.samples
                 print(f"{done}/{len(missing)} chunks of problems, {right:.3f} right, {left} left", flush=True)
+    math_equal.print_counts(f"rank {rank}")
     return fit, [stored[i] for i in range(len(fit))]
 
 
@@ -215,7 +222,8 @@ def stitch(rows, tool: PythonTool) -> tuple[list[dict], Counter]:
         results = [future.result() for future in futures]
         try:
             shown = [float(result.output) for result in results]
-            right = all(math.isclose(a, float(b), rel_tol=0.01) for a, b in zip(shown, values))
+            said = [float(value.replace(",", "")) for value in values]
+            right = all(math.isclose(a, b, rel_tol=0.01) for a, b in zip(shown, said))
         except ValueError:
             right = False
         if not right:
@@ -241,7 +249,8 @@ def main(argv: list[str]) -> None:
     c = parse_args(Config, ["--help"] if what == "help" else argv)
     counts = "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows tool_seconds "
     counts += "tool_memory tool_chars"
-    check_values(c, counts + " limit" * (c.limit is not None), "threads")
+    counts += "".join(f" {k}" for k in ("limit", "cache_tokens") if getattr(c, k) is not None)
+    check_values(c, counts, "threads", {"dtype": ("", "float32", "bfloat16")})
     if not 0 <= c.hard < c.easy <= 1:
         fail(f"--hard {c.hard} --easy {c.easy}: take shares of right episodes, the first below the second")
     if not c.model and what != "stitch":
@@ -249,7 +258,7 @@ def main(argv: list[str]) -> None:
     try:
         if c.data == "tiny":  # bare questions, as the built-in model knows them
             c = replace(c, describe_tool=False)
-            rows = [({"problem": p.messages[0]["content"], "answer": p.answer}, p)
+            rows = [({"problem": p.messages[0]["content"], "answer": p.answer, "as_is": True}, p)
                     for p in tiny.problems("train", c.limit or 256, c.seed)]  # fmt: skip
         else:
             rows = load_rows(c.data, limit=c.limit)
@@ -257,11 +266,13 @@ def main(argv: list[str]) -> None:
         fail(str(error))
     out = Path(c.out)
     if what == "stitch":
+        if (file := out / "conversations.jsonl").exists():
+            fail(f"{file} exists already; give another --out, or delete it")
         make_folder(out)
-        with PythonTool(name=c.tool_name) as tool:
+        with PythonTool(2, c.tool_seconds, c.tool_memory, c.tool_chars, name=c.tool_name) as tool:
             found, left_out = stitch(rows, tool)
-        write_rows(out / "conversations.jsonl", found)
-        print(f"{len(found)} conversations in {out / 'conversations.jsonl'}", end="")
+        write_rows(file, found)
+        print(f"{len(found)} conversations in {file}", end="")
         print("".join(f", {n} left out ({why})" for why, n in left_out.items()))
         return
     try:

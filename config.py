@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 import tiny
-from data import check_values, fail
+from options import check_values, fail
 from tracker import tracker_fault
 
 
@@ -111,11 +111,12 @@ NOT_NEGATIVE = "lr weight_decay eval_every store_every show_every threads tool_w
 def check(c: Config) -> None:
     """Ends the program with one sentence for what cannot work, before anything is written."""
     check_values(c, POSITIVE, NOT_NEGATIVE, CHOICES, bounds="clip_norm stall tis")
-    below = c.batch // c.group * c.group if c.group else 0
-    legal = " or ".join(str(b) for b in (below, below + c.group) if b)
+    if c.group < 2:
+        fail(f"--group {c.group}: a group of one has no advantage over itself; take at least 2")
+    below = c.batch // c.group * c.group
+    legal = " or ".join(str(b) for b in (below, below + c.group) if b > 0)
     for wrong, sentence in [
-        (c.group < 2, f"--group {c.group}: a group of one has no advantage over itself; take at least 2"),
-        (c.batch < 1 or c.batch % max(c.group, 1),
+        (c.batch < 1 or c.batch % c.group,
          f"--batch {c.batch} is not divisible by --group {c.group}; take {legal}"),
         (not 0 <= c.beta2 < 1, f"--beta2 {c.beta2}: take 0 to below 1"),
         (not math.isfinite(c.entropy), f"--entropy {c.entropy}: take a finite number"),

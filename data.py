@@ -1,4 +1,4 @@
-"""Problems and tool-use trajectories, from the hub or from disk; and the command line of the scripts.
+"""Problems and tool-use trajectories, from the hub or from disk.
 
     python data.py --filter | --collect | --stitch ...    # difficulty and trajectories: see collect.py
 
@@ -8,20 +8,16 @@ and others with its columns), GPQA, LiveCodeBench. Left out: images, hub sets th
 copy it elsewhere: reward.py, and `pip install datasets` for the hub and parquet.
 """
 
-import argparse
 import ast
 import base64
 import dataclasses
 import difflib
 import hashlib
-import inspect
 import io
 import json
-import math
 import pickle
 import re
 import sys
-import typing
 import zlib
 from pathlib import Path
 
@@ -104,8 +100,10 @@ def _to_problem(row: dict, n: int, family: str, tool: bool) -> Problem:
             form = "number"
     if not isinstance(text, str) or not (text := text.strip()):
         raise ValueError(f"no problem; expected text in one of {', '.join(PROBLEM)}")
-    if "correct_answer" in row:  # GPQA: options in an order that is the same in every process
-        options = [str(row[c]).strip() for c in row if re.fullmatch("(in)?correct_answer(_[123])?", c)]
+    if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in before):
+        raise ValueError("a message before the problem has no role or no content")
+    options = [str(row[c]).strip() for c in row if re.fullmatch("(in)?correct_answer(_[123])?", c)]
+    if len(options) == 4:  # GPQA: in an order that is the same in every process
         options.sort(key=lambda option: hashlib.sha256(f"{text}\0{option}".encode()).digest())
         gold = "ABCD"[options.index(str(row["correct_answer"]).strip())]
         text += "\n\n" + "\n".join(map("{}) {}".format, "ABCD", options))
@@ -127,6 +125,7 @@ def _to_problem(row: dict, n: int, family: str, tool: bool) -> Problem:
         opening, tool = "", False
     closing = f"Once you are sure, {'stop calling the tool and ' if tool else ''}{FINAL[final]}"
     content = "\n\n".join(part for part in (opening, text, TOOL if tool else "", closing) if part)
+    content = text if row.get("as_is") else content
     return Problem([*before, {"role": "user", "content": content}], gold, kind, family, str(name))
 
 
@@ -177,7 +176,7 @@ def _tests(found: dict) -> dict:
         except Exception as reason:  # base64, zlib and pickle raise a dozen types
             raise ValueError(f"cannot read the LiveCodeBench tests ({reason})") from None
     elif "test_code" in found:  # assert candidate(a=[1, 2]) == 3, for the method `entry_point`
-        inputs, outputs, name = [], [], found["entry_point"].split(".")[-1]
+        inputs, outputs, name, order = [], [], found["entry_point"].split(".")[-1], set()
         try:
             for node in ast.walk(ast.parse(found["test_code"])):
                 match node:
@@ -185,10 +184,14 @@ def _tests(found: dict) -> dict:
                         arguments = [ast.literal_eval(x) for x in [*a, *(k.value for k in named)]]
                         inputs.append("\n".join(map(json.dumps, arguments)))
                         outputs.append(json.dumps(ast.literal_eval(b)))
+                        order.add(tuple(k.arg for k in named))
                     case ast.Assert():
                         raise ValueError
+            if len(order) > 1:  # by position they would reach other parameters
+                raise ValueError
         except (SyntaxError, ValueError, TypeError):
-            raise NotImplementedError("its test_code is more than assert candidate(...) == value") from None
+            text = "its test_code is more than assert candidate(...) == value, of arguments in one order"
+            raise NotImplementedError(text) from None
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
         raise ValueError("code tests need inputs and outputs, two lists of one length that is not 0")
     try:
@@ -248,7 +251,8 @@ def _mapped(name_or_path: str, to_item, limit: int | None = None) -> list:
             repeated += not item
         except NotImplementedError as reason:  # code tests on which nothing here could grade a program
             left_out.append(f"{where}: {reason}")
-        except ValueError as reason:
+        except (ValueError, KeyError, TypeError, AttributeError) as reason:
+            reason = reason if type(reason) is ValueError else f"malformed, {reason!r}"
             raise ValueError(f"{where}: {reason}; columns found: {', '.join(row)}") from None
         if len(items) == limit:
             break
@@ -301,77 +305,6 @@ def _table(where: str | Path, hub: dict | None = None):
     for row in table:  # a struct has every key that any row has, None where this one had none: drop those
         text = json.dumps(row, default=str)
         yield json.loads(text, object_hook=lambda found: {k: v for k, v in found.items() if v is not None})
-
-
-def parse_args(
-    config_class,
-    argv: list[str] | None = None,
-    presets: dict[str, dict] | None = None,
-    about: str | None = None,
-):
-    """An instance of the dataclass from the command line; an option outranks the preset, that the default.
-    Presets joined by + are laid over each other, the last on top.
-
-    A field is one line, `name: type = default  # unit, meaning`, and an option of its own name, with `_` or
-    `-`; a bool is --tool / --no-tool; `none` is None where the type allows it. Bad input: see fail. about:
-    the text above the options, by default the docstring of the dataclass's file.
-    """
-    kinds, presets = typing.get_type_hints(config_class), presets or {}
-    source = "".join(inspect.getsource(c) for c in config_class.__mro__[:-1])
-    comment = dict(re.findall(r"^    (\w+)\s*:[^#\n]*#\s*(.*)$", source, re.M))
-    about = about or inspect.getmodule(config_class).__doc__
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
-    parser.formatter_class, parser.error = argparse.RawDescriptionHelpFormatter, fail
-    parser.argument_default = argparse.SUPPRESS  # only what was typed comes back
-    for name, kind in kinds.items():
-        default = f"default {getattr(config_class, name)}" if hasattr(config_class, name) else "required"
-        text = f"{comment.get(name, '')} [{default}]".replace("%", "%%")
-        how = {"type": lambda text, kind=kind: _read(text, kind)}
-        how = {"action": argparse.BooleanOptionalAction} if bool in (kind, *typing.get_args(kind)) else how
-        parser.add_argument(*sorted({f"--{name}", f"--{name.replace('_', '-')}"}), help=text, **how)
-    if presets and "preset" not in kinds:
-        parser.add_argument("--preset", help=f"settings by name: {', '.join(presets)}")
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
-        fail(f"unknown option {unknown[0]!r}; " + (f"did you mean {near[0]}?" if near else "see --help"))
-    values, named = {}, getattr(given, "preset", getattr(config_class, "preset", "")) or ""
-    for preset in filter(None, named.split("+")):
-        if presets and preset not in presets:
-            fail(f"there is no preset {preset!r}; choose from {', '.join(presets)}, or join two by +")
-        values |= presets.get(preset, {})
-    values = {k: v for k, v in {**values, **vars(given)}.items() if k in kinds}
-    for name in (k for k in kinds if k not in values and not hasattr(config_class, k)):
-        fail(f"--{name} is required: {comment.get(name, 'it has no default')}")
-    return config_class(**values)
-
-
-def _read(text: str, kind):
-    first, *none = typing.get_args(kind) or [kind]  # int | None
-    try:
-        return None if none and text.lower() == "none" else first(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {inspect.formatannotation(kind)}") from None
-
-
-def check_values(config, positive="", not_negative="", choices: dict | None = None, bounds="") -> None:
-    """Ends the program (see fail) for a field, of those named, that is not above 0, is below 0, or is no
-    choice. Infinity is for bounds only, where it stands for none."""
-    for name in f"{positive} {not_negative}".split():
-        value, above = getattr(config, name), name in positive.split()
-        if not (value > 0 if above else value >= 0):
-            fail(f"--{name} {value}: take {'more than 0' if above else '0 or more'}")
-        if value == math.inf and name not in bounds.split():
-            fail(f"--{name} {value}: take a finite number")
-    for name, legal in (choices or {}).items():
-        if getattr(config, name) not in legal:
-            fail(f"--{name} {getattr(config, name)}: take {' or '.join(filter(None, legal))}")
-
-
-def fail(sentence: str) -> typing.NoReturn:
-    """End the program for a bad input: one sentence, exit code 2."""
-    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

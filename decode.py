@@ -6,10 +6,10 @@ rows, with inputs that stay where they are in memory, and played back. All that 
 is its tokens, and these are on the device already: so while the same rows go on, the host launches a step and
 only then reads the tokens of the one before, ends trajectories and parses calls, and the GPU works meanwhile.
 
-Not run on a GPU yet. On CPU the same code runs without recording, pinned memory, streams and events: so tests
-see who is fed what, and that nothing is asked of the device, but not these. Axis letters: R places, M blocks
-of the longest sequence, H hidden size. Left out: graphs of steps that also feed prompts or tool results. To
-copy into another project take attention.py along.
+Not run on a GPU yet. On CPU the same code runs without recording, pinned memory, streams and events: tests
+there see which row is fed what, and that the host never waits, but none of those four. Axis letters: R
+places, M blocks of the longest sequence, H hidden size. Left out: graphs of steps that also feed prompts or
+tool results. To copy into another project take attention.py along.
 """
 
 import functools
@@ -47,7 +47,7 @@ class DecodeStep:
         # in pinned memory, of two steps: one is read or filled while the device uses the other
         used = (self.places, self.uniform, self.ids, self.drawn)
         self.staged = [[torch.zeros(t.shape, dtype=t.dtype, pin_memory=cuda) for t in used] for _ in range(2)]
-        self.turn, self.unread, self.graph = 0, 0, None
+        self.half, self.unread, self.graph = 0, 0, None  # half: which of the two is filled next
         if cuda:
             if torch.cuda.current_device() != device.index:
                 raise ValueError(f"graphs on {device} need torch.cuda.set_device({device.index}) first")
@@ -83,8 +83,8 @@ class DecodeStep:
         assert self.unread < 2, f"{self.unread} steps are unread: a third would overwrite the first's memory"
         self.unread += 1
         n = len(past)
-        places, uniforms, last, drawn = self.staged[self.turn]
-        self.turn ^= 1
+        places, uniforms, last, drawn = self.staged[self.half]
+        self.half ^= 1
         view = places.numpy()  # of the same memory
         view[:] = 0
         view[:n, 0] = past

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from chat import encode_prompt
-from data import fail
+from options import fail
 from policy import take_turns
 from reward import outcome, overlong_penalty, tool_shaping
 from rollout import Sampler, Trajectory, run_agent
@@ -58,6 +58,7 @@ class Agents:
         """n episodes of each problem, in order, on every rank. Raises Stop on all if one was told to stop.
 
         A rank takes the next problem when it has a place free; in deterministic mode every ranks-th one.
+        self.seconds then says where the time went, on the slowest rank.
         """
         c = self.config
         if self.sampler.deterministic:
@@ -66,7 +67,7 @@ class Agents:
         else:
             mine, again = itertools.tee(take_turns(len(problems)))
             prompts = (self.prompt(problems[i]) for i in again)
-        threads = ThreadPoolExecutor()  # other processes compare answers and test programs
+        threads = ThreadPoolExecutor()  # enough: answers are compared and programs run in other processes
         start = time.perf_counter()
         try:
             with breakable():
@@ -76,11 +77,12 @@ class Agents:
                 sampled = time.perf_counter()
                 episodes = list(threads.map(lambda t: self.reward(t, problems[t.prompt_index]), trajectories))
         except Stop:
-            return gather(None)
+            return gather(None)  # raises Stop, here and on the other ranks
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
         self.seconds = {
             "time/rollout": sampled - start,
+            # of its stats the seconds are floats, the counts integers
             **{f"time/{k}": v for k, v in self.sampler.stats.items() if isinstance(v, float)},
             "time/reward": time.perf_counter() - sampled,
         }
@@ -93,10 +95,10 @@ class Agents:
     def reward(self, t: Trajectory, problem) -> dict:
         """The episode as it is stored: the trajectory, whether its answer is right, its reward and parts."""
         c = self.config
-        right = outcome(problem.kind, t.answer(self.tokenizer), problem.answer, self.tool) == 1.0
-        base, rounds = (1.0 if right else -1.0), max(0, len(t.turns()) - 1)
+        right = outcome(problem.kind, t.answer(self.tokenizer), problem.answer, self.tool)
+        base, rounds = (1.0 if right else -1.0), max(0, len(t.turns()) - 1)  # all turns but the last called
         length = len(t.ids) - t.prompt_len  # the tool's tokens count
-        room = max(0, min(c.max_new_tokens, self.sampler.max_len - t.prompt_len))  # so much had it
+        room = max(0, min(c.max_new_tokens, self.sampler.max_len - t.prompt_len))  # tokens it could have had
         parts = {
             "correct": base,
             "tool": tool_shaping(right, rounds) - base if c.tool_reward else 0.0,
@@ -147,7 +149,7 @@ def watched(sampler: Sampler, limit: float):
                 seen, since = dict(sampler.stats), time.monotonic()
             elif time.monotonic() - since > limit:
                 cause = f"rank {dist.get_rank()}: for {limit:g} s no token was sampled and no tool answered"
-                print(f"{cause}, see --stall; where it stands:", file=sys.stderr, flush=True)
+                print(f"{cause} (grpo.py: --stall); where it stands:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__)
                 os._exit(1)
 
@@ -182,7 +184,7 @@ def measure(episodes: list[dict]) -> dict[str, float]:
 
     def mean(values) -> float:
         values = list(values)
-        return sum(values) / len(values) if values else 0.0
+        return sum(values) / len(values)
 
     groups, families = defaultdict(list), defaultdict(list)
     for e in episodes:
@@ -190,9 +192,8 @@ def measure(episodes: list[dict]) -> dict[str, float]:
         families[e["family"]].append(e["correct"])
     shaping = [part for part in episodes[0]["reward_parts"] if part != "correct"]
     calls = [r for e in episodes for r in e["tool_results"]]
-    of_calls = {"success": [r["status"] == "ok" for r in calls], "seconds": [r["seconds"] for r in calls]}
-    of_calls = {f"tool/{k}": mean(values) for k, values in of_calls.items() if values}
     ran = [[r["status"] == "ok" for r in e["tool_results"]] for e in episodes]
+    of_calls = {"tool/success": [ok for r in ran for ok in r], "tool/seconds": [r["seconds"] for r in calls]}
     return {
         "reward/mean": mean(e["reward"] for e in episodes),
         "reward/correct": mean(e["correct"] for e in episodes),
@@ -204,7 +205,7 @@ def measure(episodes: list[dict]) -> dict[str, float]:
         "tool/calls": len(calls) / len(episodes),
         "tool/used": mean(bool(r) for r in ran),
         "tool/repaired": mean(any(not a and b for a, b in zip(r, r[1:])) for r in ran),
-        **of_calls,
+        **{k: mean(values) for k, values in of_calls.items() if values},  # missing where nothing was called
         "group/zero_variance": mean(min(r) == max(r) for r in groups.values()),
     }
 
@@ -243,7 +244,7 @@ def evaluate(agents: Agents, problems, seed: int) -> dict[str, float]:
 def alarms(row: dict, before: list[dict], exact: bool) -> dict[str, str]:
     """What is probably going wrong at this step, in plain words: {metric: sentence}.
 
-    row     metrics of the step; before: those of the steps before, the first of which entropy is measured by
+    row     metrics of the step; before: those of the steps before; entropy is compared with the first of them
     exact   the sampler is float32: rounding makes a gap of about 1e-6 then, of 1e-2 in bfloat16
     """
     first = next((r["policy/entropy"] for r in before if "policy/entropy" in r), row["policy/entropy"])

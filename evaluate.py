@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -27,11 +28,12 @@ import math_equal
 import reward
 import tiny
 from chat import encode_prompt
-from data import Problem, check_values, fail, load_problems, parse_args
-from episodes import mean_interval
+from data import Problem, load_problems
+from episodes import mean_interval, watched
+from options import check_values, fail, parse_args
 from policy import compute_dtype, init_process_group, load, share_of_cores
 from rollout import Sampler, Trajectory, run_agent
-from run import digest, make_folder, read_rows, run_script, write_rows, write_whole
+from run import digest, make_folder, read_rows, run_script, weights_digest, write_rows, write_whole
 from terminal import clock
 from tools import PythonTool, bubblewrap
 
@@ -58,8 +60,8 @@ class Config:
     tool_workers: int | None = None  # programs at once on a rank; default: its share of the cores, at least 2
     sandbox: str = "namespaces"  # of the tool; "bwrap": the same inside bubblewrap, which hides your files
     chunk: int = 16  # problems sampled together, then written
-    max_rows: int = 64  # trajectories that decode together
-    cache_tokens: int | None = None  # tokens the KV cache holds; default: by memory
+    max_rows: int = 64  # trajectories that decode together on a rank
+    cache_tokens: int | None = None  # tokens of a rank's KV cache; none: what max_rows need and memory allows
     as_published: bool = False  # also best@k and maj@k as the published scripts bootstrap them
 
 
@@ -80,9 +82,11 @@ def majority_at_k(answers: list[str | None], correct: list[bool]) -> float:
     if len(answers) != len(correct):
         raise ValueError(f"{len(answers)} answers but {len(correct)} marks")
     groups = {}  # spelling -> marks of its voters
-    for answer, mark in sorted((a, m) for a, m in zip(answers, correct) if a is not None):
-        same = (spelling for spelling in groups if reward.same_answer(spelling, answer))
-        groups.setdefault(next(same, answer), []).append(mark)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "is no mathematics" is said of golds, and these are not
+        for answer, mark in sorted((a, m) for a, m in zip(answers, correct) if a is not None):
+            same = (spelling for spelling in groups if math_equal.same_answer(spelling, answer))
+            groups.setdefault(next(same, answer), []).append(mark)
     most = max(map(len, groups.values()), default=0)
     winners = [sum(votes) / most for votes in groups.values() if len(votes) == most]
     return sum(winners) / len(winners) if winners else 0.0
@@ -159,11 +163,12 @@ def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], mod
     """Begin a folder, or go on in one; ValueError if it was begun under other conditions, which are returned:
     all that the numbers depend on, the content of problems and weights included."""
     free = "out chunk max_rows cache_tokens tool_workers sandbox as_published".split()  # change no sample
-    content = {"weights": [p.flatten()[:64].tolist() for p in model.parameters()]}  # 64 values of each tensor
+    content = {}
     for tool, some in problems.items():
         content["problems_tool" if tool else "problems_plain"] = [asdict(p) for p in some]
     conditions = {
         **{name: value for name, value in vars(cfg).items() if name not in free},
+        "sha256_weights": weights_digest(model)[:16],
         **{f"sha256_{k}": digest(v)[:16] for k, v in content.items()},
         **{name: str(sys.modules[name].__version__) for name in ("torch", "transformers")},
         "problems": len(some),
@@ -173,7 +178,8 @@ def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], mod
     file = out / "config.json"
     if out.exists() and any(out.iterdir()) and not file.exists():
         raise ValueError(f"{out} holds files but no config.json of an evaluation; give another --out")
-    begun = json.loads(file.read_text()) if file.exists() else conditions
+    made = any(read_rows(samples) for samples in out.glob("samples*.jsonl"))
+    begun = json.loads(file.read_text()) if made and file.exists() else conditions
     for key in (k for k in begun | conditions if begun.get(k) != conditions.get(k)):
         was, now = begun.get(key), conditions.get(key)
         raise ValueError(f"{out} was begun with {key} {was!r}, and now it is {now!r}; give another --out")
@@ -185,12 +191,12 @@ def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], mod
 def grade(problem: Problem, t: Trajectory, tokenizer, tool: PythonTool) -> dict:
     """A row of samples.jsonl."""
     response = t.answer(tokenizer)
-    extract = {"math": reward.extract_boxed, "choice": reward.extract_choice, "code": reward.extract_program}
+    extract = {"math": reward.final_box, "choice": reward.extract_choice, "code": reward.extract_program}
     return {
         "problem": t.prompt_index, "sample": t.sample_index, "id": problem.id, "family": problem.family,
         "kind": problem.kind, "answer": problem.answer if problem.kind != "code" else None,
         "prediction": extract[problem.kind](response),
-        "correct": reward.outcome(problem.kind, response, problem.answer, tool) == 1.0,
+        "correct": reward.outcome(problem.kind, response, problem.answer, tool),
         "finish": t.finish,
         "calls": len(t.tool_results), "ran": sum(result.status == "ok" for result in t.tool_results),
         "policy_tokens": sum(t.mask), "tool_tokens": len(t.ids) - t.prompt_len - sum(t.mask),
@@ -219,7 +225,10 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
         tools, began, right = {tool.name: tool} if with_tool else {}, time.perf_counter(), 0
         for at in range(0, len(missing), cfg.chunk):
             chunk, start = missing[at : at + cfg.chunk], time.perf_counter()
-            found = run_agent(sampler, [prompts[i] for i in chunk], tools, *law, seed=cfg.seed, indices=chunk)
+            with watched(sampler, max(300, cfg.tool_seconds + 60)):
+                found = run_agent(
+                    sampler, [prompts[i] for i in chunk], tools, *law, seed=cfg.seed, indices=chunk
+                )
             rows = list(threads.map(lambda t: grade(problems[t.prompt_index], t, tokenizer, tool), found))
             seconds = (time.perf_counter() - start) / len(rows)
             rows = [{"tool": with_tool, **row, "seconds": seconds} for row in rows]
@@ -229,8 +238,7 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
             left = clock((time.perf_counter() - began) / ready * (len(missing) - ready))
             print(f"{file.stem}, {'tool' if with_tool else 'no tool'}: {ready}/{len(missing)} problems, "
                   f"{right / ready / cfg.samples:.3f} right, {left} left", flush=True)  # fmt: skip
-        for cause, count in math_equal.counts.items():
-            print(f"{file.stem}: {count} answers counted as wrong: {cause}", flush=True)
+        math_equal.print_counts(file.stem)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -271,8 +279,11 @@ def main(argv: list[str] | None = None) -> None:
         done = Counter((row["tool"], row["problem"]) for row in map(json.loads, lines))
     for tool, some in problems.items():
         missing = [i for i in range(rank, len(some), ranks) if done[tool, i] < cfg.samples]
-        if missing:
-            sample(cfg, model, tokenizer, some, tool, missing, out / f"samples.rank{rank}.jsonl")
+        try:
+            if missing:
+                sample(cfg, model, tokenizer, some, tool, missing, out / f"samples.rank{rank}.jsonl")
+        except ValueError as error:  # no chat template, a cache that is too small
+            fail(str(error))
     dist.barrier()
     if rank == 0:
         rows, summary = merge(out), {"conditions": conditions}

@@ -14,7 +14,8 @@ alive, and the other layers follow in proportion. A rank's memory is summed at f
 
 GB are 10^9 bytes. Left out: NCCL's buffers and fragmentation, for which RESERVE is assumed; attention without
 flash kernels, quadratic in the length; the tools' time; CUDA graphs (faster decoding, and memory of their
-own); more than one node.
+own); more than one node; the host's memory, where each rank loads the whole model in float32 and makes the
+sampler's copy (of 7B on 8 ranks 370 GB for that moment), and keeps what --offload moves there.
 """
 
 import copy
@@ -30,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,9 +40,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import policy as net
 from attention import Segments, trunk
 from config import PRESETS, Config, check
-from data import check_values, fail, parse_args
 from kernels.linear_logprob import slices
 from kernels.logprob import CACHED
+from options import check_values, fail, parse_args
 
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable")
 MOMENTS = ("load", "sample", "head", "backward", "update")
@@ -48,6 +50,7 @@ RESERVE = 0.06  # of a GPU's memory, for CUDA's context, NCCL and fragmentation:
 USE = 0.4  # of the speed of matrix products, which training reaches: assumed
 LAUNCH = 0.7e-3  # seconds a layer and decoding step, launched from Python; published: 19.6 ms for 28 layers
 LENGTH = 1 / 3  # mean answer, as a share of max_new_tokens; the longest takes them all: assumed
+PROMPT = 1 / 8  # mean prompt, as a share of max_prompt: assumed
 PREFILL = 4096  # tokens of prompts that rollout.Sampler feeds in one step
 H100 = 989e12, 3.35e12  # bfloat16 FLOP/s, bytes/s of the data sheet
 FIELDS = """model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
@@ -162,8 +165,9 @@ class Plan:
         return "\n".join(lines) + (
             f"\n{fits}\nPredicted: {s['tokens/s']:,.0f} tokens/s in the rollout; {s['step']:.3g} s a step, "
             f"{s['rollout']:.3g} rollout and {s['train']:.3g} training.\nAssumed: mean answer {LENGTH:.2f} "
-            f"of the longest; decoding {LAUNCH * 1e3} ms a layer, {s['bandwidth'] / 1e12:.3g} TB/s; "
-            f"training at {USE:.0%} of {s['flops'] / 1e12:.3g} TFLOP/s; tools take no time."
+            f"of the longest, mean prompt {PROMPT:.3f}; decoding {LAUNCH * 1e3} ms a layer, "
+            f"{s['bandwidth'] / 1e12:.3g} TB/s; training at {USE:.0%} of {s['flops'] / 1e12:.3g} TFLOP/s; "
+            "tools take no time."
         )
 
 
@@ -193,6 +197,8 @@ def plan(config: Config, model_config, ranks: int, device: str, memory: float, r
     kept, peak = (size / longest * row for size in layers_memory(c, longest, dtype, not cpu, windows=cpu))
     prefill = layers_memory(c, PREFILL + rows, dtype, grad=False, windows=False)[1]
     masters = 4 * shard if cpu or not config.offload else 0
+    load = 4 * weights if cpu else masters + 4 * root  # on a GPU layer by layer
+    drawn = min(rows * v, max(v, 2**22)) if cpu else rows * v  # logits alive at once in the sampler
     copied = 0 if alone else b * weights
     reference = b * (shard + (0 if alone else root)) if config.kl else 0  # its root group stays gathered
     # FSDP: gathered, then gradients before the reduction, then what travels through it, in float32
@@ -206,7 +212,7 @@ def plan(config: Config, model_config, ranks: int, device: str, memory: float, r
 
     run = MOMENTS[1:]
     items = {
-        f"weights, float32, 1/{ranks} of {weights:,}": {"load": 4 * weights, **during(masters, *run)},
+        f"weights, float32, 1/{ranks} of {weights:,}": {"load": load, **during(masters, *run)},
         "AdamW's two states": during(2 * masters, *run),
         "gradients, float32": during(masters, *run[1:]),
         "gathered weights, gradients in reduction": moving,
@@ -216,7 +222,7 @@ def plan(config: Config, model_config, ranks: int, device: str, memory: float, r
         f"activations kept, row of {row:,} tokens": during(kept, "head", "backward"),
         "one layer at work": {"sample": prefill, "backward": peak - kept},
         "workspace of attention": during(flash, "backward"),
-        "logits": {"sample": 28 * rows * v, "head": head_memory(row, v, h, b, device)},
+        "logits": {"sample": 28 * drawn, "head": head_memory(row, v, h, b, device)},
         "interpreter, libraries" if cpu else f"CUDA, NCCL, fragmentation: {RESERVE:.0%} assumed":
             during(LIBRARIES if cpu else RESERVE * memory, *MOMENTS),
     }  # fmt: skip
@@ -226,11 +232,11 @@ def plan(config: Config, model_config, ranks: int, device: str, memory: float, r
     fits = max(longest, min(config.max_rows * longest, int(left / a_token) // 256 * 256))
     p.cache_tokens = config.cache_tokens or fits
     items["KV cache"] = during(p.cache_tokens * a_token, *run)
-    if cpu:  # keys and values of a layer are gathered for all rows
-        items["one layer at work"]["sample"] += min(rows * longest, fits) * a_token / c.num_hidden_layers
+    if cpu:  # a layer's keys and values are gathered a row or a megabyte at a time
+        items["one layer at work"]["sample"] += longest * a_token / c.num_hidden_layers
 
     (flops, bandwidth), answer = rates, LENGTH * config.max_new_tokens
-    mine, length = config.batch / ranks, answer + config.max_prompt / 8
+    mine, length = config.batch / ranks, answer + PROMPT * config.max_prompt
     steps = max(mine * answer / max(1, min(rows, p.cache_tokens / length)), config.max_new_tokens)
     width = mine * answer / steps  # rows a decoding step, on average
     read = b * weights + a_token * width * length / 2
@@ -254,16 +260,20 @@ def predict(config, model_config, ranks: int, device: str, memory: float = 0, ra
             Path("/proc/self/clear_refs").write_text("5")
     where = model_config, ranks, device, memory or torch.cuda.mem_get_info()[1], rates or measure(device)
     first = p = plan(config, *where)
-    longest = min(config.max_prompt + config.max_new_tokens, model_config.max_position_embeddings)
-    lowered = []
-    for name, value in [("cache_tokens", None), ("tokens_per_row", longest), ("offload", True),
-                        ("max_new_tokens", config.max_new_tokens // 4)]:  # fmt: skip
+    lowered, quarter = {}, config.max_new_tokens // 4
+    row, short = (
+        min(config.tokens_per_row, config.max_prompt + new, model_config.max_position_embeddings)
+        for new in (config.max_new_tokens, quarter)
+    )
+    for name, value in [("cache_tokens", None), ("tokens_per_row", row), ("offload", True),
+                        ("max_new_tokens", quarter), ("tokens_per_row", short)]:  # fmt: skip
         if p.need > p.memory and getattr(config, name) != value and (name, device) != ("offload", "cpu"):
             config = replace(config, **{name: value})
             p = plan(config, *where)
-            lowered.append(f"--{name}" if value is True else f"--{name} {value or p.cache_tokens}")
+            lowered[name] = "" if value is True else f" {value or p.cache_tokens}"
     if first.need > first.memory:
-        way = " ".join(lowered) if p.need <= p.memory else "more ranks, or a smaller model"
+        way = " ".join(f"--{name}{value}" for name, value in lowered.items())
+        way = way if p.need <= p.memory else "more ranks, or a smaller model"
         missing = (first.need - first.memory) / 1e9
         first.advice = (
             f"IT DOES NOT FIT in {p.memory / 1e9:.1f} GB, {missing:.2f} GB are missing: take {way}."
@@ -293,7 +303,8 @@ def holding(item: str, way_out: str):
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not re.search("out of memory|t allocate mem", str(error)):
             raise
-        fail(f"out of memory: {item} did not fit; {way_out} ({str(error).splitlines()[0]})")
+        reason = (str(error) or "MemoryError").splitlines()[0]
+        fail(f"out of memory: {item} did not fit; {way_out} ({reason})")
 
 
 def rehearse(plan: Plan, policy: net.Policy, optimizer, sampler, config, device: str, ref=None) -> None:
@@ -307,7 +318,9 @@ def rehearse(plan: Plan, policy: net.Policy, optimizer, sampler, config, device:
     """
     if device == "cpu" and plan.advice:
         fail(plan.advice)
-    if device == "cpu" and plan.need < 2e9 + LIBRARIES:
+    small = torch.tensor(float(plan.need < 2e9 + LIBRARIES))
+    dist.all_reduce(small, op=dist.ReduceOp.MIN)  # LIBRARIES differ: all ranks rehearse, or none
+    if device == "cpu" and small:
         return
     longest = sampler.max_len
     total = max(config.tokens_per_row, longest)

@@ -32,27 +32,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fit
+import math_equal
 import policy as net
+import run
 import sft
 import tiny
 from config import PRESETS, Config, check
-from data import fail, load_problems, parse_args
+from data import load_problems
 from episodes import Agents, alarms, evaluate, fitting, measure
 from loss import group_advantages, kl_estimate, loss_weights, policy_loss
-from run import (
-    Log,
-    Stop,
-    checkpoint,
-    digest,
-    latest,
-    listen,
-    open_run,
-    read_rows,
-    restore,
-    run_script,
-    write_report,
-)
-from sampling import random_key
+from options import fail, parse_args
+from sampling import random_key, shuffled
 from terminal import clock, live, show, split, watch
 from tools import PythonTool
 
@@ -60,23 +50,17 @@ from tools import PythonTool
 
 
 def draw(data: list, config: Config, step: int) -> list:
-    """The problems of a step, without data those of tiny.py. A function of the step alone: a run that is
-    continued sees the same, and no position in the data needs storing."""
+    """The problems of a step; those of tiny.py where there is no data. A function of the step alone: a run
+    that is continued sees the same, and no position in the data needs storing."""
     n = config.batch // config.group
     if not data:
         return tiny.problems("train", n, seed=config.seed * 1_000_000 + step)
-    chosen, orders = [], {}
-    for i in range((step - 1) * n, step * n):
-        epoch = i // len(data)  # every epoch has an order of its own
-        if epoch not in orders:
-            generator = torch.Generator().manual_seed(config.seed * 1000 + epoch)
-            orders[epoch] = torch.randperm(len(data), generator=generator).tolist()
-        chosen.append(data[orders[epoch][i % len(data)]])
-    return chosen
+    places = (divmod(i, len(data)) for i in range((step - 1) * n, step * n))
+    return [data[shuffled(len(data), config.seed, epoch)[i]] for epoch, i in places]
 
 
 def draw_others(data: list, seed: int, n: int) -> list:
-    """n problems in place of those of which all samples earned the same; it may be one of those again."""
+    """n problems to replace those whose samples all earned the same; one of these may come again."""
     if not data:
         return tiny.problems("train", n, seed=seed)
     return [data[random_key(seed, i) % len(data)] for i in range(n)]
@@ -86,33 +70,57 @@ def sample(agents: Agents, problems: list, data: list, config: Config, seed: int
     """A group of episodes of each problem, and their metrics.
 
     Groups whose rewards are all equal teach nothing: config.resample times they are replaced by those of
-    problems drawn anew (DAPO 2503.14476 eq. 11, with a bound: on problems that are all too easy or too hard
-    it would never end). The metrics are those of the problems asked for, not of the ones chosen.
+    problems drawn anew (DAPO 2503.14476 eq. 11, which asks for 0 < right answers < group; with a bound, for
+    on problems that are all too easy or too hard it would never end). The metrics are of the first episodes:
+    after the replacement any policy looks half right.
     """
     episodes = agents.sample(problems, config.group, seed)
     found, seconds, replaced = measure(episodes), Counter(agents.seconds), 0
-    tokens = [len(e["mask"]) - e["prompt_len"] for e in episodes]
+    tokens = [len(e["ids"]) - e["prompt_len"] for e in episodes]
     for attempt in range(1, config.resample + 1):
         groups = defaultdict(set)
         for e in episodes:
             groups[e["prompt_index"]].add(e["reward"])
-        flat = [group for group, rewards in groups.items() if len(rewards) == 1]
+        flat = [prompt for prompt, rewards in groups.items() if len(rewards) == 1]
         if not flat:
             break
         key = random_key(seed, attempt)
         new = agents.sample(draw_others(data, key, len(flat)), config.group, key)
-        for e in new:
+        for e in new:  # the i-th new problem takes the place of the i-th flat one
             e["prompt_index"] = flat[e["prompt_index"]]
         kept = [e for e in episodes if e["prompt_index"] not in flat]
         episodes = sorted(kept + new, key=lambda e: (e["prompt_index"], e["sample_index"]))
-        seconds.update(agents.seconds)
-        tokens += [len(e["mask"]) - e["prompt_len"] for e in new]
+        seconds.update(agents.seconds)  # a Counter: adds
+        tokens += [len(e["ids"]) - e["prompt_len"] for e in new]
         replaced += len(flat)
     found["group/resampled"] = float(replaced)
     return episodes, {**found, **seconds, "speed/tokens_per_s": sum(tokens) / seconds["time/rollout"]}
 
 
 # ---- one update --------------------------------------------------------------------------------------------
+
+
+def training_row(episodes: list[dict], device) -> dict:
+    """A packed row and, at each place t, what the loss of token t+1 needs. No episodes (a rank's empty row):
+    one token of weight 0."""
+
+    def each(values) -> Tensor:  # one value an episode -> one a token
+        return torch.tensor([v for v, e in zip(values, episodes) for _ in e["ids"]], device=device)
+
+    episodes = episodes or [{"ids": [0], "mask": [0], "logprobs": [0.0], "advantage": 0.0, "weight": 0.0}]
+    ids, seg, targets = net.packed_row([e["ids"] for e in episodes], [e["mask"] for e in episodes], device)
+    sampled = [lp for e in episodes for lp in [*e["logprobs"][1:], 0.0]]
+    return {
+        "episodes": episodes,
+        "ids": ids,
+        "seg": seg,
+        "targets": targets,
+        "mask": targets != -100,
+        "sampled": torch.tensor(sampled, device=device),
+        "advantage": each(e["advantage"] for e in episodes),
+        "weight": each(e["weight"] for e in episodes),
+        "sequence": each(range(len(episodes))),
+    }
 
 
 def update(
@@ -122,9 +130,9 @@ def update(
     """The optimizer steps of a batch of episodes with "advantage", known to all ranks -> metrics.
 
     Episodes are shuffled by the seed, split into optimizer batches, packed into rows and dealt to the ranks.
-    Each token's loss has its weight in the mean before the split (loss_weights), and all are only summed: so
-    neither rows nor ranks matter. ref: the frozen Policy of the KL term. keep: store values of each token in
-    the episodes (NOTED), for the page of the run.
+    The weight of each token (loss_weights) is that in the mean of the whole optimizer batch; after it losses
+    are only added up, so neither rows nor ranks change the result. ref: the frozen Policy of the KL term.
+    keep: store values of each token in the episodes (NOTED), for the page of the run.
     """
     ranks = dist.get_world_size()
     order = torch.randperm(len(episodes), generator=torch.Generator().manual_seed(seed % 2**62)).tolist()
@@ -140,7 +148,9 @@ def update(
 
     sums = defaultdict(lambda: torch.zeros((), device=device, dtype=torch.float64))
 
-    def measure_old(row: dict, logp: Tensor, entropy: Tensor):  # the policy before the first optimizer step
+    def measure_old(row: dict, logp: Tensor, entropy: Tensor):
+        """The policy before the first optimizer step: on the whole batch if old log-probs are taken, else on
+        its first part."""
         gap = torch.where(row["mask"], logp - row["sampled"], 0.0).abs()
         sums["seen"] += row["mask"].sum()
         sums["policy/entropy"] += entropy.sum()
@@ -166,15 +176,15 @@ def update(
                 logp, old, row["advantage"], row["mask"], config.clip_low, config.clip_high, config.dual_clip,
                 row["sequence"] if config.ratio == "sequence" else None,
             )  # fmt: skip
-            if config.tis:
+            if config.tis:  # min(pi_old / pi_sampler, C) times the loss
                 loss = loss * torch.where(row["mask"], old - row["sampled"], 0.0).exp().clamp(max=config.tis)
-            if config.kl:
+            if config.kl:  # + beta KL(pi || pi_ref)
                 with torch.no_grad():
-                    held, _ = ref(row["ids"], row["seg"], row["targets"], config.temperature)
-                kl = kl_estimate(logp, held, config.kl_estimator)
+                    ref_logp, _ = ref(row["ids"], row["seg"], row["targets"], config.temperature)
+                kl = kl_estimate(logp, ref_logp, config.kl_estimator)
                 loss = loss + config.kl * kl
                 sums["policy/kl_ref"] += kl.detach().sum()
-            if config.entropy:
+            if config.entropy:  # - c H(pi)
                 loss = loss - config.entropy * entropy
             loss = (loss * row["weight"]).sum()
             sums["policy/loss"] += loss.detach() / len(work)
@@ -185,29 +195,30 @@ def update(
             if keep:
                 note(row, "ratio", (logp.detach() - old).clamp(-20, 20).exp())
         gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients)
-        norm = net.full(total)
+        sharded_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = net.full(sharded_norm)
         bad = (~torch.isfinite(norm + sums["policy/loss"])).float()  # a NaN loss may have a gradient of 0
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)  # so that all ranks look for the place together
         if bad:
+            places = [(row["ids"], row["seg"], row["targets"]) for row in rows]
             raise FloatingPointError(
                 f"loss or gradient is not finite in optimizer step {step + 1} of this batch"
-                f"{broken(policy, rows)}; the last checkpoint is whole: "
-                f"start from it in a new --out with a lower --lr than {config.lr}"
+                f"{net.broken(policy, places)}; start again in a new --out, with --lr below {config.lr} "
+                "(from a checkpoint by --model OUT/checkpoints/step_.../model)"
             )
-        torch.nn.utils.clip_grads_with_norm_(policy.parameters(), config.clip_norm, total)
+        # only now: divided by a norm of NaN every gradient would be NaN, and hide where it began
+        torch.nn.utils.clip_grads_with_norm_(policy.parameters(), config.clip_norm, sharded_norm)
         optimizer.step()
         optimizer.zero_grad()
         norms.append(norm.item())
-    largest = sums.pop("max")
-    keys = sorted(sums)
-    values = torch.stack([sums[k] for k in keys])
-    dist.all_reduce(values)
+    largest, keys = sums.pop("max"), sorted(sums)
+    totals = torch.stack([sums[key] for key in keys])
+    dist.all_reduce(totals)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    found = dict(zip(keys, values.tolist()))
-    divisor = dict.fromkeys(("policy/entropy", "sampler/gap_mean"), max(found.pop("seen"), 1))
-    divisor["policy/loss"], trained = 1, max(found.pop("trained"), 1)
-    metrics = {k: v / divisor.get(k, trained) for k, v in found.items()}
+    totals = dict(zip(keys, totals.tolist()))
+    seen, trained = (max(totals.pop(key), 1) for key in ("seen", "trained"))  # policy tokens
+    divisor = {"policy/loss": 1, "policy/entropy": seen, "sampler/gap_mean": seen}
+    metrics = {key: value / divisor.get(key, trained) for key, value in totals.items()}
     if keep and ranks > 1:  # a rank knows only what it trained on
         mine = {i: {k: e[k] for k in NOTED if k in e} for i, e in enumerate(episodes) if "ratio" in e}
         everyone: list = [None] * ranks
@@ -217,33 +228,6 @@ def update(
     return {**metrics, "sampler/gap_max": largest.item(), "policy/grad_norm": sum(norms) / len(norms)}
 
 
-@torch.no_grad()
-def broken(policy: net.Policy, rows: list[dict]) -> str:
-    """Where it begins: the first module whose output is not finite, or the parameter with such a gradient."""
-    names, bad = [], []
-    for name, weight in policy.named_parameters():  # of this rank's shard, and before a forward gathers them
-        if (gradient := weight.grad) is not None:
-            gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            bad += [] if gradient.isfinite().all() else [name]
-
-    def hook(name):
-        def check(module, given, out):
-            out = [x for x in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(x)]
-            if not all(x.isfinite().all() for x in out):
-                names.append(name)
-
-        return check
-
-    hooks = [m.register_forward_hook(hook(name)) for name, m in policy.named_modules() if name]
-    for row in rows:
-        policy(row["ids"], row["seg"], row["targets"])
-    for h in hooks:
-        h.remove()
-    if names:
-        return f": the output of {names[0]} is not"
-    return f": the gradient of {bad[-1]} is not" if bad else ""
-
-
 NOTED = ("old_logprobs", "entropy", "ratio")
 
 
@@ -251,28 +235,8 @@ def note(row: dict, key: str, values: Tensor) -> None:
     """Store a value of each token in its episode. Place t of the row holds what belongs to token t+1."""
     values = values.tolist()
     for episode, (start, end, _) in zip(row["episodes"], row["seg"].spans):
+        # the first token was not sampled: its ratio is 1, the others 0
         episode[key] = [float(key == "ratio"), *(round(v, 5) for v in values[start : end - 1])]
-
-
-def training_row(episodes: list[dict], device) -> dict:
-    """A packed row and, at each place t, what the loss of token t+1 needs. None: one token of weight 0."""
-    episodes = episodes or [{"ids": [0], "mask": [0], "logprobs": [0.0], "advantage": 0.0, "weight": 0.0}]
-    ids, seg, targets = net.packed_row([e["ids"] for e in episodes], [e["mask"] for e in episodes], device)
-    sampled = [lp for e in episodes for lp in [*e["logprobs"][1:], 0.0]]
-    advantage = [e["advantage"] for e in episodes for _ in e["ids"]]
-    weight = [e["weight"] for e in episodes for _ in e["ids"]]
-    sequence = [i for i, e in enumerate(episodes) for _ in e["ids"]]
-    return {
-        "episodes": episodes,
-        "ids": ids,
-        "seg": seg,
-        "targets": targets,
-        "mask": targets != -100,
-        "sampled": torch.tensor(sampled, device=device),
-        "advantage": torch.tensor(advantage, device=device),
-        "weight": torch.tensor(weight, device=device),
-        "sequence": torch.tensor(sequence, device=device),
-    }
 
 
 # ---- the run -----------------------------------------------------------------------------------------------
@@ -299,21 +263,22 @@ def main(config: Config) -> None:
         fail(str(error))
     with tool:
         train(config, out, tool, device, began)
+    math_equal.print_counts(f"rank {rank}")
     if rank == 0:
-        curves = f", curves {out / 'curves.png'}" if write_report(out) else ""
+        curves = f", curves {out / 'curves.png'}" if run.write_report(out) else ""
         print(f"{clock(time.time() - began)} in all; run folder {out}{curves}")
     dist.destroy_process_group()
 
 
 def train(config: Config, out: Path, tool: PythonTool, device: str, began: float) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    first, folder = latest(out)
-    done = read_rows(out / "metrics.jsonl")[-1] if folder else {}
-    if first > config.steps or first == config.steps and ("eval/correct" in done or not config.eval_every):
+    last, newest = run.latest(out)  # the last step that is saved, and its checkpoint
+    done = run.read_rows(out / "metrics.jsonl")[-1] if newest else {}
+    if last > config.steps or last == config.steps and ("eval/correct" in done or not config.eval_every):
         if rank == 0 and not (out / "report.html").exists():  # killed while it was written
-            write_report(out)
+            run.write_report(out)
         dist.barrier()  # torchrun ends a rank that is still at it when another has ended
-        fail(f"{out} is complete ({first} steps); raise --steps to go on, or give another --out")
+        fail(f"{out} is complete ({last} steps); raise --steps to go on, or give another --out")
     n = config.eval_problems if config.eval_every else 0
     try:  # before the folder is made: a name may be wrong
         data = load_problems(config.data) if config.data else []
@@ -323,11 +288,11 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
         loaded = net.load(config.model) if config.model else None
     except ValueError as error:
         fail(str(error))
+    # may differ in a run that is continued; those of the second line change the last bits at most
     may_change = "steps threads sandbox stall out tracker show_every save_every keep store_every "
-    # these change at most the last bits
     may_change += "cache_tokens max_rows tokens_per_row offload cuda_graphs tool_workers"
-    problems = digest([[asdict(problem) for problem in some] for some in (data, unseen)])
-    open_run(out, asdict(config) | {"sha256_problems": problems}, set(may_change.split()))
+    problems = run.digest([[asdict(problem) for problem in some] for some in (data, unseen)])
+    run.open_run(out, asdict(config) | {"sha256_problems": problems}, set(may_change.split()))
     if not loaded:  # the laptop run: a cold start by sft.py, then on from its folder as from any other model
         cold = out / "cold_start"
         if not cold.exists():
@@ -343,16 +308,14 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
     copied = model if shared else net.sampler_copy(model, dtype).to(device)
     ref = None
     if config.kl:
-        held = net.Policy(net.sampler_copy(model, dtype).to(device)).requires_grad_(False)
-        ref = net.shard(held, device, dtype=config.dtype)
-    policy = net.shard(
-        net.Policy(model.to(device)), device, device != "cpu", dtype=config.dtype, offload=config.offload
-    )
+        frozen = net.Policy(net.sampler_copy(model, dtype)).requires_grad_(False)
+        ref = net.shard(frozen, device, dtype=config.dtype)
+    policy = net.shard(net.Policy(model), device, device != "cpu", dtype=config.dtype, offload=config.offload)
     optimizer = torch.optim.AdamW(
         policy.parameters(), config.lr, (0.9, config.beta2), weight_decay=config.weight_decay, fused=True
     )
-    if folder:
-        restore(folder, policy, optimizer)
+    if newest:
+        run.restore(newest, policy, optimizer)
     if not shared:
         net.copy_weights(policy, copied)
     with fit.holding("the KV cache", "lower --cache_tokens"):
@@ -373,30 +336,30 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
                   f"({interval}), tool used {found['eval/tool_used']:.2f}", flush=True)  # fmt: skip
         return found
 
-    log, saved = Log(out, first if folder else -1, config.tracker, asdict(config)), first
+    log, saved = run.Log(out, last if newest else -1, config.tracker, asdict(config)), last
 
     def save() -> int:
         """A checkpoint of the last step that is done; its number."""
         nonlocal saved
         step = log.rows[-1]["step"] if log.rows else 0
         if step > saved:
-            checkpoint(out, step, policy, optimizer, tokenizer, dtype, config.keep)
+            run.checkpoint(out, step, policy, optimizer, tokenizer, dtype, config.keep)
             saved = step
         return saved
 
-    listen(save)
+    run.listen(save)
     if rank == 0:
         tokenizer.save_pretrained(out / "tokenizer")
-        print(f"{f'continued after step {first}' if folder else 'start'} at {clock(time.time() - began)}")
+        print(f"{f'continued after step {last}' if newest else 'start'} at {clock(time.time() - began)}")
     shown = watch(log, config.steps, agents.sampler)
-    for _ in live([first], shown):  # once: for the view
-        if not folder and unseen:
+    for _ in live([last], shown):  # a loop of one step: the view stands below this evaluation too
+        if not newest and unseen:
             log.write({"step": 0, **evaluated("before")})
-        elif unseen and "eval/correct" not in log.rows[-1] and due(first):
-            log.write(log.rows[-1] | evaluated(f"step {first}"))  # it was stopped there
+        elif unseen and "eval/correct" not in log.rows[-1] and due(last):  # stopped before its evaluation
+            log.write(log.rows[-1] | evaluated(f"step {last}"))
     pace: list[float] = []
     warned: dict[str, str] = {}  # alarms of the step before: each is printed when it begins
-    for step in live(range(first + 1, config.steps + 1), shown):
+    for step in live(range(last + 1, config.steps + 1), shown):
         start = time.perf_counter()
         seed = random_key(config.seed, step)
         episodes, row = sample(agents, draw(data, config, step), data, config, seed)
@@ -418,13 +381,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
                     f.write(json.dumps({"step": step, **e}) + "\n")
         if rank == 0:
             left = clock(sum(pace) / len(pace) * (config.steps - step))
-            right, ran = row["reward/correct"], "–"
-            if "tool/success" in row:  # missing where nothing was called
-                ran = f"{row['tool/success']:.2f}"
-            print(f"step {step:3d}/{config.steps}  right {right:.2f} {'#' * round(20 * right):20s}  "
-                  f"tool {row['tool/used']:.2f}  ran {ran}  tokens {row['length/policy_tokens']:.0f}  "
-                  f"entropy {row['policy/entropy']:.3f}  {end - start:.1f} s  {left} left",
-                  flush=True)  # fmt: skip
+            print_step(row, config.steps, left)
             if config.show_every and (step == 1 or step % config.show_every == 0):
                 print(split(row))
                 example = max(episodes, key=lambda e: abs(e["advantage"]))
@@ -432,7 +389,7 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
         try:
             if unseen and due(step):
                 row |= evaluated(f"step {step}")
-        except Stop:
+        except run.Stop:
             log.write(row)  # the step is done, only its evaluation is left to the next start
             raise
         alarmed = alarms(row, log.rows, exact=dtype == torch.float32)
@@ -440,20 +397,34 @@ def train(config: Config, out: Path, tool: PythonTool, device: str, began: float
             for key in alarmed.keys() - warned.keys():
                 print(f"  ! {alarmed[key]}", flush=True)
         warned = alarmed
-        if rank == 0 and config.model and step == first + 1:
+        if rank == 0 and config.model and step == last + 1:
             print(fit.compare(plan, row, device), flush=True)
         log.write(row)
         if step % config.save_every == 0 or step == config.steps:
             save()
             if rank == 0 and step < config.steps:
-                write_report(out, wait=False)
+                run.write_report(out, wait=False)
     if rank == 0 and unseen:
-        before, after = next(r for r in log.rows if "eval/correct" in r), log.rows[-1]
-        print(f"\n{'right answers on unseen problems':34s}{'before':>8s}{'after':>8s}")
-        families = sorted(k for k in after if k.startswith("eval/correct/"))
-        for key in ["eval/correct", *families, "eval/tool_used"]:
-            print(f"  {key.removeprefix('eval/'):32s}{before.get(key, 0.0):8.3f}{after[key]:8.3f}")
+        print_gain(log.rows)
+
+
+def print_step(row: dict, steps: int, left: str) -> None:
+    right = row["reward/correct"]
+    ran = f"{row['tool/success']:.2f}" if "tool/success" in row else "–"  # missing where nothing was called
+    print(f"step {row['step']:3d}/{steps}  right {right:.2f} {'#' * round(20 * right):20s}  "
+          f"tool {row['tool/used']:.2f}  ran {ran}  tokens {row['length/policy_tokens']:.0f}  "
+          f"entropy {row['policy/entropy']:.3f}  {row['time/step']:.1f} s  {left} left",
+          flush=True)  # fmt: skip
+
+
+def print_gain(rows: list[dict]) -> None:
+    """Right answers on unseen problems in the first evaluation and in the last, by family."""
+    before, after = next(r for r in rows if "eval/correct" in r), rows[-1]
+    print(f"\n{'right answers on unseen problems':34s}{'before':>8s}{'after':>8s}")
+    families = sorted(k for k in after if k.startswith("eval/correct/"))
+    for key in ["eval/correct", *families, "eval/tool_used"]:
+        print(f"  {key.removeprefix('eval/'):32s}{before[key]:8.3f}{after[key]:8.3f}")
 
 
 if __name__ == "__main__":
-    run_script(main, parse_args(Config, presets=PRESETS, about=__doc__))
+    run.run_script(main, parse_args(Config, presets=PRESETS, about=__doc__))

@@ -61,7 +61,7 @@ def policy_loss(
     # `where`, since NaN * 0 is NaN; the clamp, since exp(100) is inf and inf * 0 is NaN too
     log_ratio = torch.where(mask, logp - old_logp, 0.0).clamp(-20, 20)
     kl_old = -log_ratio.detach()
-    if seq_ids is not None:  # value: mean over the sequence; gradient: that of each token
+    if seq_ids is not None:  # ratio = exp(mean over the sequence of log_ratio); gradient: that of each token
         names, seq = torch.unique(seq_ids, return_inverse=True)
         values, zeros = log_ratio.detach(), log_ratio.new_zeros(len(names))
         mean = zeros.index_add(0, seq, values) / zeros.index_add(0, seq, mask.to(values))
@@ -69,8 +69,10 @@ def policy_loss(
         dual_clip = None
     ratio = log_ratio.exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    held = (advantages < 0) & (ratio > (dual_clip or torch.inf))
-    loss = torch.where(held, -advantages * (dual_clip or 0.0), loss)
+    held = torch.zeros_like(mask)  # where the dual clip acts
+    if dual_clip:
+        held = (advantages < 0) & (ratio > dual_clip)
+        loss = torch.where(held, -advantages * dual_clip, loss)
     n = mask.sum().clamp(min=1)
     stats = {
         "clip_low": ((advantages < 0) & (ratio < 1 - clip_low)).sum() / n,
@@ -82,7 +84,7 @@ def policy_loss(
 
 
 def loss_weights(lengths: list[int], mean: str, longest: int) -> list[float]:
-    """Weight of a token's loss in each of the B sequences of an optimizer batch: the sum is the mean meant.
+    """Weight of each token's loss, for each of B sequences: the sum of weight x loss is the mean asked for.
 
     lengths   [B] policy tokens of each sequence; longest: max_new_tokens
     token     1 / sum(lengths): each token weighs the same, long sequences more (DAPO 2503.14476 eq. 12)
@@ -102,8 +104,9 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: str) -> Tensor:
 
     k1 = d (unbiased, noisy), k2 = d^2 / 2 (biased, of least variance near 0), k3 = exp(-d) - 1 + d (unbiased,
     never negative; GRPO 2402.03300 eq. 4). The gradient of the mean is another matter: k2's is that of the KL
-    itself, k3's that of KL(pi_ref || pi), and k1's own is 0 on average, so k1 is given k2's.
+    itself, k3's that of KL(pi_ref || pi), and k1's own is 0 on average, so k1 is given k2's. k3 is at most
+    10: where pi has all but lost a token of pi_ref's, exp(-d) would drown every other token of the batch.
     """
     d = (logp - ref_logp).clamp(-20, 20)
-    k2 = d.square() / 2
-    return {"k1": d.detach() + k2 - k2.detach(), "k2": k2, "k3": torch.exp(-d) - 1 + d}[estimator]
+    k2, k3 = d.square() / 2, torch.exp(-d) - 1 + d
+    return {"k1": d.detach() + k2 - k2.detach(), "k2": k2, "k3": k3.clamp(max=10)}[estimator]

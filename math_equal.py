@@ -34,7 +34,7 @@ counts = Counter()  # comparisons that ended as "unparsable_gold", "timeout" or 
 # ---------------------------------------------------------------- one spelling, plain numbers
 
 _PLAIN = r"""−→-|–→-|×→\times |·→\cdot |⋅→\cdot |π→\pi |∞→\infty |≤→<=|≥→>=|°→^\circ |²→^2 |³→^3 |~→ |{,}→,
-**→^|\!→|\dfrac→\frac|\tfrac→\frac|\cfrac→\frac|\mathbb{R}→\mathbb R|\mathbb R→(-\infty,\infty)"""
+**→^|\dfrac→\frac|\tfrac→\frac|\cfrac→\frac|\mathbb{R}→\mathbb R|\mathbb R→(-\infty,\infty)"""
 _PLAIN = [pair.split("→") for pair in re.split(r"[|\n]", _PLAIN)]
 _STYLE = r"\\(?:text|math|mbox|operatorname|boldsymbol|bm)(?:bf|it|rm|sf)?"
 _unwrapped = functools.partial(re.compile(rf"{_STYLE}\s*\{{([^{{}}]*)\}}").sub, r"\1")  # \text{29} -> 29
@@ -43,14 +43,17 @@ _MATRIX = _MATRIX.replace("MATRIX", r"(?:[bpB]?matrix|array\}\s*\{[^{}]*|array)"
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _POWER = rf"(?<=[\w)\]}}])\s*(\\text\s*\{{)?\s*({'|'.join(_POWERS)})\b"
 _REWRITES = [
+    (r"\\!\s*", ""),  # 11,\! 111
     # delimiters around the whole answer
     (r"^\s*(?:\\\(|\\\[|\${1,2})(.*?)(?:\\\)|\\\]|(?<!\\)\${1,2})\s*$", r"\1"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", ""),
     (r"(?<!\\)\\[,;:> \n]|\\q?quad(?![A-Za-z])|[\s\u00a0]+", " "),
     (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\\frac{\1\2}{\3\4}"),
     (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"\^\s*(-\d+)", r"^{\1}"),  # 10^-5
     (r"(?<![\w.^/}])(\d+)/(\d+)(?![\d.^!])", r"\\frac{\1}{\2}"),  # 1/2 x would be read as 1/(2x)
     (r"(?<=[.\d])\\(?:overline|dot|bar)\{(\d+)\}", lambda f: 20 * f[1]),  # 0.1\overline{6}
+    (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]", r"\\\\ "),  # \\[4pt] between rows
     (_MATRIX, lambda f: "[[" + f[1].replace("&", ",").replace(r"\\", "],[") + "]]"),  # [[1,2],[3,4]]
     (rf"\s*,?(?:\s*{_STYLE}\s*\{{\s*,?\s*(?:and|or)\s*,?\s*\}}|\s(?:and|or)\s)", ", "),
     (r"\\([lg])eq?(?:slant)?(?![A-Za-z])", lambda f: "<=" if f[1] == "l" else ">="),
@@ -108,10 +111,11 @@ def _close(a: tuple, b: tuple, places: int) -> bool:
 
 _UNITS = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch
 inche, ft foot feet, yd yard, mi mile, s sec second, min minute, h hr hour, day, week, month, year, g gram, kg
-kilogram, lb pound, degree deg, rad radian, dollar $, cent, euro €, am, pm, 2 sq square squared, 3 cubic"""
+kilogram, lb pound, oz ounce, mph, degree deg, rad radian, dollar $, cent, euro €, am, pm,
+2 sq square squared, 3 cubic"""
 _UNITS = {alias: line.split()[0] for line in _UNITS.split(",") for alias in line.split()}
 _NO_UNIT = set("or and not mod base to than more less least most over if for when where i e x y".split())
-_UNIT = rf"(?:[\s/]*{_STYLE}\s*\{{[^{{}}]*\}}|\s+[A-Za-z]{{2,}})(?:\s*\^\s*\{{?\d\}}?)?"
+_UNIT = rf"(?:[\s/]*{_STYLE}\s*\{{[^{{}}]*\}}|\s+[A-Za-z]{{2,}})(?:\s*\^\s*\{{?-?\d\}}?)?"
 
 
 def _without_unit(text: str) -> tuple[str, set | None]:
@@ -119,8 +123,10 @@ def _without_unit(text: str) -> tuple[str, set | None]:
     if not (tail := re.fullmatch(rf"(.*?[\w)\]}}%!])((?:{_UNIT})+)", text, re.S)):
         return text, None
     words = re.findall(r"[a-z]+|[$€\d]", _unwrapped(tail[2]).lower().replace(".", ""))
-    unit = {_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words}
-    product = "{" not in tail[2] and any(len(word) < 4 and word not in _UNITS for word in words)  # 2 xy
+    names = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s")) for word in words]
+    unit = set(names)
+    short = any(len(word) < 4 and name is None for word, name in zip(words, names))  # 2 xy is a product
+    product = "{" not in tail[2] and short
     if product or _NO_UNIT & set(words) or (None in unit and not re.search(r"\d", tail[1])):
         return text, None
     return tail[1].strip(), unit if unit and None not in unit else None
@@ -191,7 +197,8 @@ def equal(gold: str, pred: str) -> bool | None:
         return False
     if (parts, pred_parts) == ([gold], [pred]):
         return _values_equal(gold, pred)
-    if kind or len(parts) == 1 or ("=" in gold and "=" not in pred):
+    named = {part.split("=")[0].strip() for part in parts if "=" in part}
+    if kind or len(parts) == 1 or (len(named) > 1 and "=" not in pred):
         return all(map(equal, parts, pred_parts))
     for part in parts:  # without order: each finds its own partner
         partner = next((p for p in pred_parts if equal(part, p)), None)
@@ -221,7 +228,9 @@ def _values_equal(gold: str, pred: str, up_to_factor: bool = False) -> bool | No
     from math_verify import verify
 
     if re.search(r"[\d}]\s*_\s*[\d{]|\b\d\d?:[0-5]\d\b|['\"`;@#]|__", f"{gold} {pred}"):
-        return _squeeze(gold) == _squeeze(pred)  # 204_5 (base 5), 2:30, f' are misread; and no Python, please
+        return _squeeze(gold) == _squeeze(pred)  # 204_5 (base 5), 2:30, f' are misread; sympy runs Python
+    if _number(gold) and re.search(r"\\(?:sum|prod|int|lim)(?![A-Za-z])", pred):
+        return False  # the question again is no answer
     a, b = _read(gold), _read(pred)
     if a is None or b is None:
         return None if a is None else False
@@ -293,6 +302,11 @@ def same_answer(gold: str, answer: str) -> bool:
     if verdict == "unparsable_gold":
         _warn_once(f"the answer {gold!r} is no mathematics: it equals only its own words")
     return verdict == "True"
+
+
+def print_counts(title: str) -> None:
+    for cause, count in counts.items():
+        print(f"{title}: {count} answers counted as wrong: {cause}", flush=True)
 
 
 class _Process:

@@ -19,7 +19,7 @@ PANELS = [  # title, unit, keys of metrics.jsonl (* stands for any ending), what
     ("Calls that ran", "share", "tool/success tool/repaired", "Share of calls that ran without error; of trajectories where one that ran follows one that failed."),
     ("Length", "", "length/policy_tokens length/tool_tokens", "Mean tokens of a trajectory after the prompt, by who wrote them."),
     ("Entropy", "", "policy/entropy", "Mean entropy (nats) of the next token, over policy tokens."),
-    ("Gradient norm", "", "policy/grad_norm", "Norm of the gradient before clipping."),
+    ("Gradient norm", "", "policy/grad_norm grad_norm", "Norm of the gradient before clipping."),
     ("Clip fractions", "", "policy/clip_high policy/clip_low policy/dual", "Share of policy tokens whose gradient a bound of the loss takes away."),
     ("Batch by family", "share", "correct/*", "Share of the training batch answered right, by family."),
     ("Reward", "", "reward/mean reward/tool reward/overlong", "Mean reward of a trajectory, and its shaping parts."),
@@ -27,6 +27,9 @@ PANELS = [  # title, unit, keys of metrics.jsonl (* stands for any ending), what
     ("Calls that ran, held out", "share", "eval/tool_success eval/tool_repaired", "The same as in training, on held-out problems."),
     ("Truncated", "share", "length/truncated", "Share of trajectories stopped by a limit of length or turns."),
     ("Loss", "", "policy/loss", "The loss minimised, terms for KL and entropy included; it need not fall."),
+    ("Cold start: loss", "", "loss", "Cross-entropy of the batch's policy tokens, nats a token."),
+    ("Cold start: learning rate", "", "lr", "Learning rate of the step."),
+    ("Cold start: tokens", "", "tokens", "Tokens of the batch, prompts and tool results included."),
     ("Distance to other policies", "", "policy/kl_old policy/kl_ref", "Mean KL estimate of a policy token: to the old policy of the ratio, and to the one that training began with."),
     ("Sampler/trainer gap", "", "sampler/gap_max sampler/gap_mean", "Difference of a token's log-prob between sampler and trainer under the same weights."),
     ("Groups without signal", "share", "group/zero_variance", "Share of groups whose rewards are all equal."),
@@ -97,7 +100,7 @@ def observations(rows: list[dict]) -> list[tuple]:
     answers the first and the last evaluation.
     """
 
-    def ends(*keys: str, value=lambda x: x) -> tuple[float, float] | None:
+    def ends(*keys: str, value=lambda x: x, rows=rows) -> tuple[float, float] | None:
         v = [value(*(r[k] for k in keys)) for r in rows if all(k in r for k in keys)]
         n = max(1, len(v) // 5)
         return (sum(v[:n]) / n, sum(v[-n:]) / n) if len(v) > 1 else None
@@ -109,7 +112,8 @@ def observations(rows: list[dict]) -> list[tuple]:
     right = [[100 * r[k] for k in keys] for r in rows if all(k in r for k in keys)]
     right = [right[0], right[-1]] if len(right) > 1 else None
     used, ran, entropy = ends("tool/used"), ends("tool/success"), ends("policy/entropy")
-    calls = ends("tool/calls", "tool/used", value=lambda calls, used: calls / used if used else 0.0)
+    calls = [{**r, "each": r["tool/calls"] / r["tool/used"]} for r in rows if r.get("tool/used")]
+    calls = ends("each", rows=calls)
     turn = ends("length/policy_tokens", "tool/calls", value=lambda tokens, calls: tokens / (calls + 1))
     high, low = ends("policy/clip_high"), ends("policy/clip_low")
     # fmt: off

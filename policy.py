@@ -7,37 +7,37 @@ just wrong. So `audit` compares them with the model's own forward at every load.
 Axis letters: N tokens of a packed row, H hidden size, V vocabulary.
 
 Left out: tensor parallelism, balance losses of mixtures of experts, LoRA, and every family that `audit`
-refuses by name. To copy into another project take attention.py, chat.py, tool_calls.py and kernels/ with it,
-and for `fail` two lines of your own.
+refuses by name. To copy into another project take attention.py, chat.py, tool_calls.py, options.py and
+kernels/ with it.
 """
 
 import copy
 import difflib
+import heapq
 import itertools
 import os
 import shutil
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+import kernels
 from attention import Blocks, Segments, multiplies_bfloat16, trunk
 from chat import turn_marks
-from data import fail
+from options import fail
 
-try:  # Hugging Face's package of the same name hides our plain folder: add it to that package's path
-    import kernels
-
-    kernels.__path__.append(str(Path(__file__).parent / "kernels"))
-except ImportError:
-    pass
-from kernels.linear_logprob import linear_logprob_entropy
+# Hugging Face's package of the same name hides our plain folder: add it to that package's path
+kernels.__path__.append(str(Path(__file__).parent / "kernels"))
+from kernels.linear_logprob import linear_logprob_entropy  # noqa: E402
 
 logging.disable_progress_bar()  # loading and saving are short; the terminal belongs to the run
 
@@ -69,7 +69,7 @@ def load(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
     if gguf:  # its weights are ordinary numbers now; as a "quantized" model it could not be saved
         model.hf_quantizer = None
         del model.config.quantization_config
-    for module in model.modules():  # some hand a number of theirs to F.dropout
+    for module in model.modules():  # dropout is a module, or a number that a layer hands to F.dropout
         for key, value in vars(module).items():
             if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
                 setattr(module, key, 0.0)
@@ -145,17 +145,17 @@ def audit(model) -> None:
                 else:
                     weight.add_(0.1 * torch.randn_like(weight))
             rows = [torch.randint(0, 96, (n,)) for n in lengths]
-        right = torch.cat([twin(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        own = torch.cat([twin(input_ids=row[None], use_cache=False).logits[0] for row in rows])
         hidden = [twin.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in rows]
     except Exception as error:  # whatever a family we do not know raises
         refuse(f"a small copy of it does not run ({type(error).__name__}: {str(error)[:120]})")
-    right = torch.log_softmax(right, -1)  # [37, 96]
+    own = torch.log_softmax(own, -1)  # [37, 96]
 
-    def wrong(states: list[Tensor], logp: Tensor) -> bool:
+    def differs(states: list[Tensor], logp: Tensor) -> bool:
         found = torch.log_softmax(torch.cat(states) @ twin.get_output_embeddings().weight.T, -1)
         return not torch.allclose(found, logp, atol=1e-3)
 
-    if wrong(hidden, right):
+    if differs(hidden, own):
         refuse("its logits are not hidden @ W.T: a scale, a soft-cap or a bias comes after, or chance")
     cache = Blocks(small, 16, 4)
     tables = torch.arange(1, 15).view(2, 7)
@@ -168,11 +168,11 @@ def audit(model) -> None:
             fed, past = [f + [s] for f, s in zip(fed, states)], [p + n for p, n in zip(past, new)]
     except Exception as error:
         refuse(f"its attention is not called as we need it ({type(error).__name__}: {str(error)[:120]})")
-    if wrong([packed], right):
+    if differs([packed], own):
         refuse("sequences packed into one row differ from the same sequences apart")
     if cache.seen != set(range(layers)):
         refuse(f"only layers {sorted(cache.seen)} of {layers} use the cache, the others a state of their own")
-    if wrong(fed[0] + fed[1], torch.cat([right[: past[0]], right[21 : 21 + past[1]]])):
+    if differs(fed[0] + fed[1], torch.cat([own[: past[0]], own[lengths[0] : lengths[0] + past[1]]])):
         refuse("prefill and decode from the cache differ from the full forward")
 
     ids = torch.arange(3, 35, device=model.device) % config.vocab_size
@@ -212,20 +212,23 @@ class Policy(nn.Module):
         return zeros.index_put((scored,), logp), zeros.index_put((scored,), entropy)
 
 
-def pack(lengths: list[int], budget: int) -> list[list[int]]:
-    """Sequences (by index) of each packed row of at most `budget` tokens, longest first; one that is longer
-    gets its own."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = next((r for r, left in enumerate(room) if left >= lengths[i]), None)
-        if at is None:
-            at = len(rows)
-            rows.append([])
-            room.append(budget)
-        rows[at].append(i)
-        room[at] -= lengths[i]
-    return rows
+def pack(lengths: list[int], budget: int, ranks: int = 1) -> list[list[int]]:
+    """Sequences (by index) of each packed row: as few rows of at most `budget` tokens as ranks share evenly,
+    and in each about as many tokens. One that is longer than the budget has a row of its own.
+
+    The longest first, each into the emptiest row (Graham 1969); if one is too full then, with more rows.
+    """
+    count = -(-min(len(lengths), -(-sum(lengths) // budget)) // ranks) * ranks
+    while True:
+        rows: list[list[int]] = [[] for _ in range(count)]
+        filled = [(0, r) for r in range(count)]  # a heap
+        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            tokens, r = filled[0]
+            rows[r].append(i)
+            heapq.heapreplace(filled, (tokens + lengths[i], r))
+        if all(tokens <= budget or len(rows[r]) == 1 for tokens, r in filled):
+            return rows
+        count += ranks
 
 
 def micro_batches(lengths: list[int], budget: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
@@ -234,9 +237,7 @@ def micro_batches(lengths: list[int], budget: int, rank: int = 0, ranks: int = 1
     An empty row must still run forward and backward, with weight 0: FSDP gathers and reduces in every one of
     them, and a rank with fewer would leave the others waiting for ever.
     """
-    rows = pack(lengths, budget)
-    rows += [[]] * (-len(rows) % ranks)
-    return rows[rank::ranks]
+    return pack(lengths, budget, ranks)[rank::ranks]
 
 
 def packed_row(
@@ -294,7 +295,7 @@ def ranks_here(ranks: int) -> int:
 
 
 def share_of_cores(ranks: int) -> int:
-    """Of this rank, among those of its node."""
+    """CPU cores for this rank: those of its node, divided among its ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks_here(ranks))
 
@@ -311,11 +312,37 @@ def compute_dtype(name: str, device: str) -> torch.dtype:
     return getattr(torch, name or ("float32" if device == "cpu" else "bfloat16"))
 
 
+class RoundedLinear(nn.Linear):
+    """A linear layer in bfloat16 for a processor that does not multiply it: in float32, rounded as a unit for
+    bfloat16 would. (torch multiplies number by number there, 20 times slower.)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(x, self.weight, self.bias)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        x = x.bfloat16()
+        ctx.save_for_backward(x, weight)
+        with torch.autocast("cpu", enabled=False):
+            bias = None if bias is None else bias.bfloat16().float()
+            return F.linear(x.float(), weight.bfloat16().float(), bias).bfloat16()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows = grad.float().flatten(0, -2)
+        dx = (rows @ weight.bfloat16().float()).bfloat16().view(x.shape)
+        return dx, rows.T @ x.float().flatten(0, -2), rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
 def shard(
     policy: Policy, device: str, checkpointing: bool = False, dtype: str = "", offload: bool = False
 ) -> Policy:
     """FSDP2: float32 master weights in shards, compute in `dtype`. One CPU process: not sharded.
 
+    The policy may come on the CPU: layers are moved to the device one by one, and never stand there whole.
     offload: weights, gradients and optimizer state live in CPU memory, where the optimizer steps; a layer's
     shard travels to the GPU when it is gathered.
     """
@@ -323,15 +350,19 @@ def shard(
         policy.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.train()  # checkpointing is silently off in eval mode; dropout is 0, so nothing else differs
     compute = compute_dtype(dtype, device)
-    if device == "cpu" and compute == torch.bfloat16 and not multiplies_bfloat16() and not dist.get_rank():
-        print("this processor does not multiply bfloat16: --dtype float32 trains faster on it", flush=True)
+    if device == "cpu" and compute == torch.bfloat16 and not multiplies_bfloat16():
+        for module in policy.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = RoundedLinear
     if dist.get_world_size() == 1 and device == "cpu":
-        if compute != torch.float32:  # FSDP would do the same, slower
+        if compute != torch.float32:  # the residual stream and the head stay float32: unlike FSDP, and faster
             policy.forward = torch.autocast("cpu", compute)(policy.forward)
     else:
         how = {
             "mesh": dist.init_device_mesh(device.split(":")[0], (dist.get_world_size(),)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            # inputs as they are: the gathered embedding is in `compute` already, and OLMo hands its layers
+            # cosines in float32 on purpose, as in the sampler's copy
+            "mp_policy": MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False),
             "offload_policy": CPUOffloadPolicy(device != "cpu") if offload else OffloadPolicy(),
         }
         for layer in policy.hf.base_model.layers:
@@ -340,6 +371,32 @@ def shard(
     if device != "cpu":
         torch.cuda.empty_cache()  # of the unsharded weights: the sampler's cache is about to ask what is free
     return policy
+
+
+@torch.no_grad()
+def broken(policy: Policy, rows) -> str:
+    """Where a loss or gradient that is not finite begins, as the end of a sentence: the first module whose
+    output is not; if there is none, the last parameter whose gradient is not, for the backward comes to that
+    one first. rows: the arguments of the forwards, (ids, seg, targets) each. Every rank has to call it."""
+    outputs, gradients = [], []
+    for name, weight in policy.named_parameters():  # now: the forward below gathers what is sharded
+        if weight.grad is not None:
+            gradient = weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad
+            gradients += [] if gradient.isfinite().all() else [name]
+
+    def look(name, module, given, out):
+        out = out if isinstance(out, tuple) else (out,)
+        if not all(x.isfinite().all() for x in out if torch.is_tensor(x)):
+            outputs.append(name)
+
+    hooks = [m.register_forward_hook(partial(look, name)) for name, m in policy.named_modules() if name]
+    for row in rows:
+        policy(*row)
+    for hook in hooks:
+        hook.remove()
+    if outputs:
+        return f": the output of {outputs[0]} is not"
+    return f": the gradient of {gradients[-1]} is not" if gradients else ""
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -50,17 +50,22 @@ def extract_boxed(text: str) -> str | None:
     return _last_box(text)[0]
 
 
+def final_box(text: str) -> str | None:
+    r"""What the last \boxed{...} holds; None if that one is empty or never closed."""
+    box, withdrawn = _last_box(text)
+    return None if withdrawn else box
+
+
 def math_correct(response: str, answer: str) -> bool:
     r"""Whether the last box of `response` holds `answer` (text or LaTeX, maybe between $ or boxed).
 
     False without a box, or when a later \boxed{ is empty or never closed. A gold that is no mathematics
     is paid only for its own words; `math_equal.counts` says how often one was met, or the time limit.
     """
-    box, withdrawn = _last_box(response)
-    gold = str(answer).strip()
+    box, gold = final_box(response), str(answer).strip()
     if r"\boxed" in gold:
         gold = extract_boxed(gold) or ""
-    if box is None or withdrawn:
+    if box is None:
         return False
     if re.fullmatch(r"\d{1,300} \d{1,300}", f"{box} {gold}"):  # nearly every call of a training run; 007 is 7
         return int(box) == int(gold)
@@ -82,11 +87,13 @@ _STATED = re.compile(
 )
 _DENIED = re.compile(
     r"(?:n['’]t|\bnot)\s+(?:think|believe|say|mean|sure)\b[^.!?\n]*$"  # I don't think the answer is B
-    r"|\b(?:if|whether|why)\s+(?:the\s+)?(?:\w+\s+)?$",  # if the correct answer is B
+    r"|\b(?:if|whether|(?<!is )why)\s+(?:the\s+)?(?:\w+\s+)?$",  # if the correct answer is B
     re.I,
 )
 _REASON = re.compile(r"\s*(?:because|since|as|which|is|and|due|for|by|with|[-–—(])")
-_SEVERAL = re.compile(r"\s*(?:,|/|&|and|or)\s*(?:\(?[A-J]\b(?!\s+(?:is|was)\b)|(?:both|either)\b)")
+_SEVERAL = re.compile(  # but in "C, I think" there is one
+    r"\s*(?:,|/|&|and|or)\s*(?:\(?(?:[A-HJ]\b(?!\s+(?:is|was)\b)|I\b(?!\s+[a-z]))|(?:both|either)\b)"
+)
 
 
 def extract_choice(text: str) -> str | None:
@@ -95,8 +102,8 @@ def extract_choice(text: str) -> str | None:
     A boxed letter counts most; then the last statement ("Answer: C", "C is correct"), wherever it stands;
     then a last line that is nothing but a letter. "A is a trap" and "a vector" choose nothing.
     """
-    box, withdrawn = _last_box(text)
-    if box is not None and not withdrawn:
+    box = final_box(text)
+    if box is not None:
         label = re.sub(r"(?i)\\[a-z]+\{|[{}$*]|(?:^|(?<={))\s*(?:option|choice|answer)\b[\s:]*", "", box)
         label = label.strip(" .")
         if re.fullmatch(r"\(?[A-J]\)?(?:[\s,;/]+(?:and|or)?\s*\(?[A-J]\)?)+", label):
@@ -131,15 +138,19 @@ _PROGRAM = re.compile(
     re.M | re.I,
 )
 _PRELUDE = """
-import sys
+from string import *; from re import *; from datetime import *; from collections import *; from heapq import *
+from bisect import *; from copy import *; from math import *; from random import *; from statistics import *
+from itertools import *; from functools import *; from operator import *; from io import *; from sys import *
+from json import *; from builtins import *; from typing import *
+import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics
+import itertools, functools, operator, io, sys, json
+sys.setrecursionlimit(50_000)
 sys.set_int_max_str_digits(0)
-import bisect, collections, copy, functools, heapq, itertools, json, math, operator, random, re, string
-from bisect import *; from collections import *; from functools import *; from heapq import *
-from itertools import *; from typing import *; from math import ceil, comb, floor, gcd, inf, isqrt, log, sqrt
-"""
+"""  # but for the last line as LiveCodeBench has it, whose programs rely on these names
 _RUN = 'exec(compile({program!r}, "solution.py", "exec"), globals())'
 _CALL = f"""
 _arguments = json.loads(sys.stdin.read())
+sys.modules["solution"], __name__ = sys.modules[__name__], "solution"  # its main block does not run
 {_RUN}
 _function = Solution().{{name}} if "Solution" in globals() else {{name}}
 _result = _function(*_arguments)
@@ -207,8 +218,8 @@ def _passes(program: str, given, expected, name: str | None, timeout_s: float, t
     result = tool.run(code, stdin=stdin, echo=False, **limits)
     if result.status != "ok":
         return False
-    if not name:  # blanks at the end of a line and of the text do not count, blank lines inside do
-        a, b = (text.rstrip().splitlines() for text in (result.stdout, wanted))
+    if not name:  # blanks around a line and around the text do not count, blank lines inside do
+        a, b = (text.strip().splitlines() for text in (result.stdout, wanted))
         lines = [(x.split(), y.split()) for x, y in zip(a, b)]
         return len(a) == len(b) and all(
             x == y or len(x) == len(y) and _same(_numbers(x), _numbers(y)) for x, y in lines
@@ -275,10 +286,12 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return -1.0 if over > buffer else -max(over, 0) / max(buffer, 1)
 
 
-def outcome(kind: str, response: str, answer, tool=None) -> float:
-    """1.0 if the response is right, else 0.0. kind: "math", "choice" or "code"; tool: see code_score."""
-    if kind in ("math", "choice"):
-        return float((math_correct if kind == "math" else choice_correct)(response, answer))
+def outcome(kind: str, response: str, answer, tool=None) -> bool:
+    """Whether the response is right. kind: "math", "choice" or "code"; tool: see code_score."""
+    if kind == "math":
+        return math_correct(response, answer)
+    if kind == "choice":
+        return choice_correct(response, answer)
     if kind == "code":
-        return code_score(response, answer, tool=tool)
+        return code_score(response, answer, tool=tool) == 1.0
     raise ValueError(f'no reward for problems of kind {kind!r}; kinds are "math", "choice" and "code"')

@@ -42,7 +42,7 @@ class Trajectory:
 
     ids: list[int]
     mask: list[int]
-    logprobs: list[float]  # log-prob under the law that was sampled from; 0 at the prompt and at tool tokens
+    logprobs: list[float]  # under the distribution it was sampled from; 0 at the prompt and at tool tokens
     prompt_len: int
     tool_results: list[ToolResult] = field(default_factory=list)
     finish: str = ""  # "stop", "length" (no room left), "turns" (called a tool in the last turn it had)
@@ -71,15 +71,15 @@ class Row:
     limit: int = 0  # largest number of ids
     key: int = 0  # of its random numbers
     trajectory: Trajectory | None = None
-    parent: "Row | None" = None  # the prompt whose blocks it will share as soon as that is fed
+    parent: "Row | None" = None  # the prompt whose blocks it will share, once that is fed
     children: int = 0  # of a prompt: samples that still have to take their share
     table: list[int] = field(default_factory=list)
     cached: int = 0  # ids whose keys and values the cache holds
     turn_start: int = 0  # where the policy's present turn begins in ids
     turns: int = 0  # turns the policy has ended
-    working: bool = True  # False once it is back in the queue, or fed for nobody
+    working: bool = True  # False once it has left `running`, maybe while a step is being chosen
     pending: list = field(default_factory=list)  # futures of the tool results it waits for
-    called: list[str] = field(default_factory=list)  # the tools' names
+    called: list[str] = field(default_factory=list)  # the name that each call is answered under
     due: int = 0  # deterministic mode: the step at which they are taken
 
 
@@ -113,7 +113,7 @@ class Sampler:
         cpu = model.device.type == "cpu"
         if cpu:
             keep_freed_memory()
-        context = getattr(model.config, "max_position_embeddings", None) or 2**20
+        context = model.config.max_position_embeddings
         if max_len and max_len > context:
             raise ValueError(f"max_len {max_len} is more than the model's context of {context}; lower it")
         if max_rows < 1 or prefill < 1:
@@ -133,14 +133,14 @@ class Sampler:
         self.deterministic = cpu if deterministic is None else deterministic
         self.graphs = {} if graphs else None  # (places, law) -> DecodeStep
         self.pool = torch.cuda.graph_pool_handle() if graphs and model.device.type == "cuda" else None
+        self.queue, self.running = deque(), []  # rows to start, rows in work
         self.delay = 4  # steps from a tool call to its result in deterministic mode
         ends = [tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)]
         self.stop = {t for end in ends for t in (end if isinstance(end, (list, tuple)) else [end])} - {None}
         # of the last run: steps, tokens sampled, trajectories ended, rows put back; seconds of prefill (a
         # forward that reads prompts or tool results), decode (any other), sampling (with the head),
         # tool_wait (nothing else to do; in deterministic mode also for a result that is late), idle_slots
-        # (forwards, times the share of places without a row). With graphs, decode holds what it takes to
-        # sample its tokens and to note them, too
+        # (forwards, times the share of places without a row). With graphs, decode holds the sampling too
         self.stats = {}
 
     @torch.inference_mode()
@@ -163,8 +163,8 @@ class Sampler:
                 f"n {n}, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}, "
                 f"top_k {top_k}: n must be 1 or more, top_p in (0, 1], the others 0 or more"
             )
-        self.law = (temperature, top_p, top_k) if temperature else (0.0, 1.0, 0)
-        self.respond, self.follow, self.share = respond, follow, n > 1
+        self.law = (temperature, top_p, top_k) if temperature else (0.0, 1.0, 0)  # what is sampled from
+        self.respond, self.follow, self.grouped = respond, follow, n > 1
         self.queue, self.running, self.prompts, self.drained = deque(), [], {}, False
         self.stats = dict.fromkeys(("steps", "tokens", "ended", "put_back"), 0)
         self.stats |= dict.fromkeys(("prefill", "decode", "sampling", "tool_wait", "idle_slots"), 0.0)
@@ -174,10 +174,11 @@ class Sampler:
 
         def take_prompt() -> bool:
             """Queue the samples of the next prompt; False if there is none."""
-            i, (number, prompt) = next(coming, (0, (0, None)))
-            if prompt is None:
+            item = next(coming, None)
+            if item is None:
                 self.drained = True
                 return False
+            i, (number, prompt) = item
             limit = min(self.max_len, len(prompt) + max_new_tokens)
             if not prompt:
                 raise ValueError(f"prompt {i} is empty; it needs at least one token")
@@ -203,7 +204,7 @@ class Sampler:
         idle = False
         try:
             self.take_prompt = take_prompt
-            while isinstance(prompts, (list, tuple)) and take_prompt():
+            while isinstance(prompts, (list, tuple)) and take_prompt():  # an iterator is drawn from later
                 pass
             with packed_weights(self.model):
                 while self.queue or self.running or take_prompt():
@@ -221,21 +222,23 @@ class Sampler:
             self.take_prompt = self.respond = self.follow = None  # they hold this sampler, and so its cache
         return trajectories
 
-    def _shares(self, row: Row) -> bool:
-        """Whether a queued row may start from its prompt's blocks: it is new, and there is room in the cache
-        for it and the partial block of its prompt that it has copied."""
+    def _may_fork(self, row: Row) -> bool:
+        """Whether a queued row may share its prompt's blocks: it has sampled nothing, its prompt has two
+        tokens or more (all but the last are shared), and the cache holds its longest form and one block more,
+        for the prompt keeps its partly filled block while the row writes into a copy."""
         room = self.blocks.needs(row.limit) < len(self.blocks.count) - 1
-        return self.share and room and 1 < len(row.ids) == row.trajectory.prompt_len
+        return self.grouped and room and 1 < len(row.ids) == row.trajectory.prompt_len
 
     def _has_place(self) -> bool:
-        """Whether the queue's first row may start: the batch has a place and the cache its blocks (one, if it
-        shares its prompt's), and then still a free one for each running row."""
+        """Whether the queue's first row may start, or with an empty queue whether a prompt may be drawn: the
+        batch has a place, and the cache the row's blocks (one, if it shares its prompt's) and a free one more
+        for each running row."""
         if sum(not r.pending and r.trajectory is not None for r in self.running) >= self.max_rows:
             return False
         if not self.queue or not self.running:
             return True
         row = self.queue[0]
-        shared = self._shares(row) and row.group in self.prompts
+        shared = self._may_fork(row) and row.group in self.prompts
         wanted = 1 if shared else self.blocks.needs(len(row.ids)) + 1
         return len(self.blocks.free) >= wanted + len(self.running)
 
@@ -245,7 +248,7 @@ class Sampler:
             self.take_prompt()  # one a step: other ranks may draw from the same ones
         while self.queue and self._has_place():
             row = self.queue.popleft()
-            fresh = self._shares(row)
+            fresh = self._may_fork(row)
             parent = self.prompts.get(row.group) if fresh else None
             if fresh and not parent:
                 # Without its last token: feeding that one is each sample's own first step, and gives it its
@@ -264,8 +267,8 @@ class Sampler:
         for row in list(self.running):
             if row.pending or not row.working:
                 continue
-            if row.parent and (row.parent.cached < len(row.parent.ids) or not self._share(row)):
-                continue
+            if row.parent and (row.parent.cached < len(row.parent.ids) or not self._fork(row)):
+                continue  # its prompt is not fed yet, or there is no block for the copy
             new = len(row.ids) - row.cached
             if new == 1 and row.trajectory:
                 if decoding == self.max_rows:
@@ -274,13 +277,14 @@ class Sampler:
             else:
                 new = min(new, room)
                 room -= new
-            if new and self._until_free(row, lambda r=row, n=new: self.blocks.grow(r.table, r.cached + n)):
+            if new and self._until_free(row, self.blocks.grow, row.table, row.cached + new):
                 batch.append((row, new))
         return batch
 
-    def _until_free(self, row: Row, take):
-        """take() until there are blocks for it; the youngest row gives its own back; None if it is `row`."""
-        while not (got := take()):
+    def _until_free(self, row: Row, take, *arguments):
+        """What take(*arguments) gives once there are blocks for it; until then the youngest row gives its own
+        back. None if that is `row` itself."""
+        while not (got := take(*arguments)):
             youngest = next(r for r in reversed(self.running) if r.table or r is row)
             self._put_back(youngest)
             if youngest is row:
@@ -294,6 +298,7 @@ class Sampler:
         row.cached = 0
         if row.pending:
             return
+        # of a prompt, the samples that wait for it: the last to leave takes it out of `running`
         for r in reversed([row] if row.trajectory else [r for r in self.running if r.parent is row]):
             self.running.remove(r)
             self.queue.appendleft(r)
@@ -301,8 +306,9 @@ class Sampler:
             if r.parent:
                 self._leave(r)
 
-    def _share(self, row: Row) -> bool:
-        table = self._until_free(row, lambda: self.blocks.fork(row.parent.table, row.parent.cached))
+    def _fork(self, row: Row) -> bool:
+        """Give the row its prompt's blocks, the last one as a copy; whether there was a block for that."""
+        table = self._until_free(row, self.blocks.fork, row.parent.table, row.parent.cached)
         if table:
             row.table, row.cached = table, row.parent.cached
             self._leave(row)
@@ -341,9 +347,9 @@ class Sampler:
             return
         rows = [rows[i] for i in ready]
         hidden, uniform = hidden[seg.last[ready]], torch.from_numpy(self._uniforms(rows))  # [B, H], [B]
-        words = self.model.get_output_embeddings().weight.shape[0]
-        some = len(rows) if hidden.is_cuda else max(1, 2**22 // words)  # rows of 16 MB of logits
-        pairs = zip(hidden.split(some), uniform.to(hidden.device).split(some))
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        chunk = len(rows) if hidden.is_cuda else max(1, 2**22 // vocabulary)  # rows of 16 MB of logits
+        pairs = zip(hidden.split(chunk), uniform.to(hidden.device).split(chunk))
         drawn = [head_and_draw(self.model, self.law, h, u) for h, u in pairs]
         tokens, logprobs = (torch.cat(parts).tolist() for parts in zip(*drawn))
         self.stats["sampling"] += time.perf_counter() - end
@@ -357,7 +363,7 @@ class Sampler:
         """Decode steps of these rows as graphs, until one of them ends or waits, or another could join. The
         next step is launched before the tokens of this one are read: a row that these end has then made one
         token too many, which is dropped."""
-        places = min(self.max_rows, 2 ** (len(rows) - 1).bit_length())
+        places = min(self.max_rows, 2 ** (len(rows) - 1).bit_length())  # few sizes, so few graphs
         if (places, self.law) not in self.graphs:
             width = self.blocks.needs(self.max_len)
             draw = functools.partial(head_and_draw, self.model, self.law)  # holds the model, not this sampler
@@ -366,6 +372,8 @@ class Sampler:
         step, tables = self.graphs[places, self.law], [row.table for row in rows]
 
         def launch(ahead: int, ids: list[int] | None = None):
+            """ahead: 1 if a step of these rows is launched and unread, whose tokens the device alone
+            knows."""
             past = [row.cached + ahead for row in rows]
             return step.launch(past, tables, self._uniforms(rows, ahead), ids)
 
@@ -501,8 +509,9 @@ def run_agent(
     understood is answered with what is wrong with it, so that the policy can repair it. A turn that length
     cuts off runs nothing.
     """
+    options = (n, max_new_tokens, temperature, top_p, top_k, seed, indices)
     if not tools:
-        return sampler.generate(prompts, n, max_new_tokens, temperature, top_p, top_k, seed, indices)
+        return sampler.generate(prompts, *options)
     turn = ToolTurn(sampler.tokenizer)
 
     def respond(row: Row) -> list[concurrent.futures.Future]:
@@ -517,5 +526,4 @@ def run_agent(
     def follow(row: Row, results: list[ToolResult]) -> list[int]:
         return turn.encode([result.output for result in results], row.called)
 
-    law = (n, max_new_tokens, temperature, top_p, top_k)
-    return sampler.generate(prompts, *law, seed, indices, respond, follow)
+    return sampler.generate(prompts, *options, respond, follow)

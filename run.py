@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from data import fail
+from options import fail
 from policy import Policy, save
 from terminal import erase
 from tracker import numbers, start_tracker
@@ -74,14 +74,21 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
         }
         write_whole(file, json.dumps(content, indent=2) + "\n")
     dist.barrier()
+    if not file.is_file():  # each node would keep its own part of a checkpoint
+        fail(f"--out {out} is not the folder that the first rank sees; give one on a disk of all nodes")
 
 
 _locks: list = []
 
 
 def digest(content) -> str:
-    """Of what can be JSON, for the settings: a file that has changed is another run."""
+    """A hash of what can be JSON. Among a run's settings it stands for data: other data is another run."""
     return sha256(json.dumps(content).encode()).hexdigest()
+
+
+def weights_digest(model) -> str:
+    """Of 64 values of each tensor."""
+    return digest([weight.flatten()[:64].tolist() for weight in model.parameters()])
 
 
 def make_folder(out: Path) -> None:
@@ -108,6 +115,8 @@ def run_script(main, *arguments) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"\nstopped; the same command continues {where}", file=sys.stderr)
         raise SystemExit(130) from None
+    except FloatingPointError as error:  # a loss, a gradient or logits that are not finite
+        fail(str(error))
     except BrokenPipeError:
         try:
             sys.stdout.flush()  # fails again if it is the reader of our output that has gone, as `head` does
@@ -115,28 +124,33 @@ def run_script(main, *arguments) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None
         raise
-    except Exception as error:  # of a dozen types: each library wraps the system's error in its own
+    except SystemExit:
+        raise
+    except BaseException as error:  # of a dozen types: each library wraps the system's error in its own
         trace = "".join(traceback.format_exception(error))
-        for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            if os.strerror(number) in trace:
+        causes = {os.strerror(number): "" for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+        causes["unexpected pos"] = "a write to the disk was cut short"  # all that torch says of it
+        for words, cause in causes.items():
+            if words in trace:
                 text = "make room, and the same command continues after the last checkpoint, which is whole"
-                fail(f"{os.strerror(number).lower()}; {text}")
+                fail(f"{cause or words.lower()}; {text}")
         raise
 
 
 class Stop(BaseException):
-    """Ctrl-C or SIGTERM: raised at once in `breakable` code, on the other ranks when they meet. No Exception:
-    who waits for a tool takes any of those for the tool's own."""
+    """Ctrl-C, SIGTERM or a lost terminal: raised at once in `breakable` code, on the other ranks when they
+    meet. No Exception: who waits for a tool takes any of those for the tool's own."""
 
 
-_stop = {"asked": 0.0, "breakable": False}  # when it was asked for
+# when it was asked for (0: never); whether the code now running may be left
+_stop = {"asked": 0.0, "breakable": False}
 
 
 def listen(save) -> None:
-    """From now on Ctrl-C and SIGTERM raise Stop, in `breakable` code only, and run_script calls save() -> the
-    step saved. The second one ends the program at once.
+    """From now on Ctrl-C, SIGTERM and SIGHUP raise Stop, in `breakable` code only, and run_script calls
+    save() -> the step saved. The second one ends the program at once.
 
-    The second within a second does not count: launchers pass on what the terminal has sent already.
+    A second signal within one second does not count: launchers pass on what the terminal has sent already.
     """
 
     def hear(number, _):
@@ -151,8 +165,16 @@ def listen(save) -> None:
             raise Stop
 
     _stop["save"] = save
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, hear)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, hear)
+
+
+def told_to_stop() -> bool:
+    """Whether any rank was; all of them ask together."""
+    asked = torch.tensor(float(_stop["asked"] > 0))
+    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+    return bool(asked)
 
 
 @contextlib.contextmanager
@@ -208,9 +230,12 @@ class Log:
 
     def write(self, row: dict) -> None:
         """Append a row; one of the same step as the last takes its place."""
-        again = self.rows and self.rows[-1]["step"] == row["step"]
+        again = bool(self.rows) and self.rows[-1]["step"] == row["step"]
         known = self.rows[-1].keys() if again else {"step"}
-        self.rows[len(self.rows) - bool(again) :] = [row]
+        if again:
+            self.rows[-1] = row
+        else:
+            self.rows.append(row)
         if dist.get_rank() > 0:
             return
         if self.track:
@@ -242,12 +267,8 @@ def checkpoint(
         part.mkdir(parents=True)
     dist.barrier()
     weights, state = get_state_dict(policy, optimizer)
-    try:
-        dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=part / "state")
-        save(policy, tokenizer, part / "model", dtype)
-    except BaseException:  # torch's, which hides why it could not write: a full disk says so here
-        (part / f"probe-{dist.get_rank()}").write_bytes(bytes(1 << 20))
-        raise
+    dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=part / "state")
+    save(policy, tokenizer, part / "model", dtype)
     if dist.get_rank() == 0:
         part.rename(final)
         for old in sorted(final.parent.glob("step_" + "[0-9]" * 6))[:-keep]:

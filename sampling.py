@@ -3,11 +3,12 @@
 A generator of random numbers gives each row what its neighbours have left over: then a trajectory depends on
 the batch. Here a number is a function of (seed, prompt, sample, position), so samples can be repeated whoever
 shares the batch, and rows may come, go and be fed again. The token is that of the inverse distribution
-function, and its log-prob that of the law really drawn from.
+function, and its log-prob that of the distribution really drawn from.
 
 Left out: penalties, min-p, top-k per row. To copy into another project: this file; torch and numpy.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -35,6 +36,13 @@ def random_key(*parts: int) -> int:
     return int(key)
 
 
+@functools.lru_cache(maxsize=2)
+def shuffled(n: int, seed: int, epoch: int) -> list[int]:
+    """0 to n-1 in the order of an epoch: of the seed alone, so a run that is continued sees the same."""
+    generator = torch.Generator().manual_seed(seed * 1000 + epoch)
+    return torch.randperm(n, generator=generator).tolist()
+
+
 def uniforms(keys, positions) -> np.ndarray:
     """Uniform numbers in [0, 1) [B] float64, one for each (key, position); 52 bits: u * total < total."""
     keys, positions = np.asarray(keys, np.uint64), np.asarray(positions, np.uint64)
@@ -49,10 +57,10 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """(token [B] int64, logprob [B] float32) from logits [B, V] and uniform [B]; top_k 0 and top_p 1 are off.
 
-    The log-prob is that of the law really sampled from: after temperature, top-k and top-p, renormalised.
-    Temperature 0 takes the most likely token and reports its log-prob at temperature 1. A row of NaN or +inf
-    logits gets the log-prob NaN, for `refuse_broken`: nothing here reads from the device, which a CUDA graph
-    could not record.
+    The log-prob is that of the distribution really sampled from: after temperature, top-k and top-p,
+    renormalised. Temperature 0 takes the most likely token and reports its log-prob at temperature 1. A row
+    of NaN or +inf logits gets the log-prob NaN, for `refuse_broken`: nothing here reads from the device,
+    which a CUDA graph could not record.
     """
     logits = logits.float()
     z = logits - logits.amax(-1, keepdim=True)
@@ -69,12 +77,13 @@ def draw_tokens(
     mass = p.sum(-1)  # [B, V/PART]
     cdf = mass.cumsum(-1, dtype=torch.float64)
     target = uniform.to(cdf)[:, None] * cdf[:, -1:]
-    # [B, 1]; its mass is not 0. clamp: of NaN there is no place
+    # [B, 1] the part that the target falls into, never one of mass 0; clamp: NaN falls into none
     part = torch.searchsorted(cdf, target, right=True).clamp_(max=mass.shape[1] - 1)
     mass = mass.gather(1, part)
-    rest = ((target - cdf.gather(1, part) + mass) / mass).clamp(0, 1 - 2.0**-52)
+    # [B, 1] how far into that part, from 0 to 1
+    share = ((target - cdf.gather(1, part) + mass) / mass).clamp(0, 1 - 2.0**-52)
     inner = p[torch.arange(len(p), device=p.device), part[:, 0]].cumsum(-1, dtype=torch.float64)  # [B, PART]
-    token = (part * PART + torch.searchsorted(inner, rest * inner[:, -1:], right=True))[:, 0]
+    token = (part * PART + torch.searchsorted(inner, share * inner[:, -1:], right=True))[:, 0]
     token = token.clamp_(max=z.shape[1] - 1)
     if temperature == 0:
         token = logits.argmax(-1)
@@ -83,7 +92,7 @@ def draw_tokens(
 
 
 def refuse_broken(logprobs: list[float]) -> None:
-    """Raises FloatingPointError if one is not a number: others print token 0 ("!!!!") then."""
+    """Raises FloatingPointError if one is not finite. Other samplers go on, and print token 0, "!!!!"."""
     if bad := sum(not math.isfinite(lp) for lp in logprobs):
         raise FloatingPointError(
             f"{bad} of {len(logprobs)} rows have NaN or inf logits: are the weights broken?"

@@ -353,14 +353,14 @@ def enter_namespaces(box: str) -> None:
         os._exit(0)
     libc(LIBC.mount, "none", "/", None, 0x4000 | 0x40000, None)  # MS_REC | MS_PRIVATE
     libc(LIBC.mount, "proc", "/proc", "proc", 2 | 4 | 8, None)  # no suid, devices, programs
-    write("/proc/sys/user/max_user_namespaces", "0")  # none, and with them rights, of the program's own
+    write("/proc/sys/user/max_user_namespaces", "0")  # in one of its own the program would have rights
     if LIMITED_PIDS:
         write("/proc/sys/kernel/pid_max", "400")
     # mount_setattr, AT_RECURSIVE: all read-only, without set-uid and devices
     libc(LIBC.syscall, 442, -100, "/", 0x8000, struct.pack("4Q", 1 | 2 | 4, 0, 0, 0), 32)
     for device in ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"):
         libc(LIBC.mount, device, device, None, 0x1000, None)  # MS_BIND
-        # a device again, but its mode stays read-only: root's program would change the machine's own
+        # devices work again here, but their modes stay read-only: root's program would change the machine's
         libc(LIBC.syscall, 442, -100, device, 0, struct.pack("4Q", 0, 4, 0, 0), 32)
     empty(box, namespaces=True)
 

@@ -29,10 +29,24 @@ from tqdm import tqdm
 
 import policy as net
 import tiny
-from chat import added_tokens, encode_marks, encode_plain, place_tools, render, turn_marks
-from data import check_values, fail, load_conversations, parse_args
-from run import Log, checkpoint, digest, latest, make_folder, open_run, restore, run_script
-from terminal import paint_turns
+from chat import added_tokens, encode_marks, encode_plain, name_and_arguments, place_tools, render, turn_marks
+from data import load_conversations
+from options import check_values, fail, parse_args
+from run import (
+    Log,
+    Stop,
+    checkpoint,
+    digest,
+    latest,
+    listen,
+    make_folder,
+    open_run,
+    restore,
+    run_script,
+    told_to_stop,
+)
+from sampling import shuffled
+from terminal import colours, paint_turns
 from tools import PythonTool
 from tracker import tracker_fault
 
@@ -134,10 +148,8 @@ def _lost(message: dict, turn: str) -> str:
             return part.strip()
         at = found + len(part.strip())
     for call in message.get("tool_calls") or []:
-        call = call.get("function", call)
-        given = call["arguments"]
-        given = json.loads(given) if isinstance(given, str) else given
-        for part in [call["name"], *(v for v in given.values() if isinstance(v, str))]:
+        name, arguments = name_and_arguments(call)
+        for part in [name, *(v for v in arguments.values() if isinstance(v, str))]:
             if part not in turn and json.dumps(part, ensure_ascii=False)[1:-1] not in turn:
                 return part
     return ""
@@ -172,14 +184,15 @@ def tokenize_all(tokenizer, conversations, max_len: int, too_long: str = "cut"):
 
 
 def train(policy: net.Policy, examples, config: Config, device: str = "cpu", tokenizer=None, folder=None):
-    """Minimise the cross-entropy of the policy's tokens. Returns the loss of every step, in nats a token.
+    """Minimise the cross-entropy of the policy's tokens. Returns that of each step's batch, in nats a token.
 
-        loss of a batch = - sum of log pi(token) over its policy tokens / (conversations * tokens of one)
+        minimised = - sum of log pi(token) over the policy tokens of a batch / (conversations * tokens of one)
 
     where "tokens of one" is the mean of the whole data set, a constant. So each token of the data weighs the
     same, in any batch, micro-batch and rank. Dividing by the batch's own count would let tokens of short
     batches weigh more: a data set with tools in 45 % of the conversations then trains a policy that uses them
-    in 19 %. folder: of checkpoints and metrics.jsonl; training goes on after the newest one there.
+    in 19 %. folder: of checkpoints and metrics.jsonl; training goes on after the newest one there. Raises
+    FloatingPointError if loss or gradient is not finite.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(
@@ -193,20 +206,34 @@ def train(policy: net.Policy, examples, config: Config, device: str = "cpu", tok
     log = Log(folder, first, config.tracker, asdict(config)) if folder else None
     losses = [row["loss"] for row in log.rows] if log else []
     steps = max(1, round(len(examples) * config.epochs / config.batch))
-    tokens = sum(sum(mask[1:]) for _, mask in examples) / len(examples)  # a conversation
-    order: list[int] = []  # a function of the seed alone, so a continued run sees the same
+    tokens = policy_tokens(examples) / len(examples)  # of a conversation, on average
+    order: list[int] = []
     while len(order) < steps * config.batch:
-        generator = torch.Generator().manual_seed(config.seed * 1000 + len(order) // len(examples))
-        order += torch.randperm(len(examples), generator=generator).tolist()
+        order += shuffled(len(examples), config.seed, len(order) // len(examples))
     every = 1 if sys.stderr.isatty() else 10
     bar = tqdm(range(first, steps), "cold start", steps, initial=first, disable=rank > 0, mininterval=every)
+    saved = first
+
+    def save() -> int:
+        """A checkpoint of the last step that is done; its number."""
+        nonlocal saved
+        if len(losses) > saved:
+            saved = len(losses)
+            dtype = net.compute_dtype(config.dtype, device)
+            checkpoint(folder, saved, policy, optimizer, tokenizer, dtype)
+        return saved
+
+    if folder:
+        listen(save)
     for step in bar:
         began = time.perf_counter()
         batch = [examples[i] for i in order[step * config.batch : (step + 1) * config.batch]]
         total = torch.zeros((), device=device)
-        for row in net.micro_batches([len(ids) for ids, _ in batch], config.tokens_per_row, rank, ranks):
-            chosen = [batch[i] for i in row] or [([0], [0])]
-            logp, _ = policy(*net.packed_row(*zip(*chosen), device))
+        rows = net.micro_batches([len(ids) for ids, _ in batch], config.tokens_per_row, rank, ranks)
+        rows = [[batch[i] for i in row] or [([0], [0])] for row in rows]
+        rows = [net.packed_row(*zip(*row), device) for row in rows]
+        for row in rows:
+            logp, _ = policy(*row)
             loss = -logp.sum() / (config.batch * tokens)
             (loss * ranks).backward()  # FSDP averages over the ranks; all tokens divide the loss already
             total += loss.detach()
@@ -214,25 +241,35 @@ def train(policy: net.Policy, examples, config: Config, device: str = "cpu", tok
         rate = config.lr * learning_rate(step, steps, config.warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        norm = net.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.clip_norm))
-        if not torch.isfinite(norm):
-            fail(
-                f"step {step + 1}: the gradient is {norm.item()}; lower --lr {config.lr} or look at the data"
+        gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
+        sharded_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = net.full(sharded_norm)
+        if not torch.isfinite(norm + total):  # a NaN loss may have a gradient of 0
+            raise FloatingPointError(
+                f"step {step + 1}: loss or gradient is not finite{net.broken(policy, rows)}; "
+                f"lower --lr {config.lr} or look at the data"
             )
+        torch.nn.utils.clip_grads_with_norm_(policy.parameters(), config.clip_norm, sharded_norm)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total.item())
+        losses.append(total.item() * config.batch * tokens / policy_tokens(batch))
         bar.set_postfix_str(f"loss {sum(losses[-20:]) / len(losses[-20:]):.3f}", refresh=False)
         if folder:
             row = {"step": step + 1, "loss": losses[-1], "lr": rate, "grad_norm": norm.item()}
             row |= {"tokens": sum(len(ids) for ids, _ in batch), "time/step": time.perf_counter() - began}
             log.write(row)
             if (step + 1) % config.save_every == 0 and step + 1 < steps:
-                dtype = net.compute_dtype(config.dtype, device)
-                checkpoint(folder, step + 1, policy, optimizer, tokenizer, dtype)
+                save()
+            if step + 1 < steps and told_to_stop():
+                raise Stop
     if log:
         log.close()
     return losses
+
+
+def policy_tokens(examples) -> int:
+    """Those with a loss: the first token of a conversation has none."""
+    return sum(sum(mask[1:]) for _, mask in examples)
 
 
 def learning_rate(step: int, steps: int, warmup: float) -> float:
@@ -258,6 +295,8 @@ def run(config: Config) -> Path:
     check_values(config, positive, "warmup weight_decay threads", choices)
     if not 0 <= config.beta2 < 1:
         fail(f"--beta2 {config.beta2}: take 0 to below 1")
+    if config.warmup > 1:
+        fail(f"--warmup {config.warmup}: take the share of the steps, 0 to 1")
     if fault := tracker_fault(config.tracker):
         fail(fault)
     folder = out.with_name(out.name + ".training")
@@ -283,14 +322,18 @@ def run(config: Config) -> Path:
             model, tokenizer = net.load(config.model)
     except ValueError as error:
         fail(str(error))
-    examples = tokenize_all(tokenizer, conversations, config.max_len, config.too_long)
-    may_change = {"out", "threads", "save_every", "tracker"}
+    examples = tokenize_all(
+        tokenizer, conversations, min(config.max_len, model.config.max_position_embeddings), config.too_long
+    )
+    may_change = {"out", "threads", "save_every", "tracker", "tokens_per_row"}
     open_run(folder, {**asdict(config), "sha256_examples": digest(examples)}, may_change)
     if rank == 0:
         ids, mask = examples[0]
         painted = paint_turns(tokenizer, ids, mask, mask.index(1))
-        print(f"\n---- the first conversation; the green is trained on ----\n{painted}\n----", flush=True)
-    policy = net.shard(net.Policy(model.to(device)), device, device != "cpu", config.dtype)
+        title = f"the first conversation; {sum(mask)} of {len(ids)} tokens are trained on, the"
+        title += " green ones" if colours() else " ones outside of bars"
+        print(f"\n---- {title} ----\n{painted}\n----", flush=True)
+    policy = net.shard(net.Policy(model), device, device != "cpu", config.dtype)
     train(policy, examples, config, device, tokenizer, folder)
     made = folder / "model"  # whole before it gets its name; copies, so that until then all goes on
     net.save(policy, tokenizer, made, net.compute_dtype(config.dtype, device))

@@ -42,12 +42,17 @@ def erase() -> bytes:
     return ERASE.encode() if obeys() and os.isatty(2) else b""
 
 
+def colours() -> bool:
+    return obeys() and not os.environ.get("NO_COLOR")
+
+
 def paint(kind: str, text: str) -> str:
-    """Colour on a terminal, bars around the tool's text elsewhere. Control codes are shown, not obeyed."""
+    """Colour on a terminal, elsewhere bars around what the policy did not write. Control codes are shown, not
+    obeyed."""
     text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    if obeys() and not os.environ.get("NO_COLOR"):
+    if colours():
         return f"\033[{COLOURS[kind]}m{text}\033[0m"
-    return f"|{text}|" if kind == "tool" else text
+    return f"|{text}|" if kind in ("prompt", "tool") else text
 
 
 def paint_turns(tokenizer, ids: list[int], mask: list[int], prompt_len: int) -> str:
@@ -107,7 +112,7 @@ def watch(log, steps: int, sampler) -> Callable:
     """What `live` shows of a run in training: its view, and what the sampler is doing in this step."""
 
     def lines(step: int, seconds: float, columns: int) -> list[str]:
-        stats, rows = sampler.stats, [*getattr(sampler, "queue", ()), *getattr(sampler, "running", ())]
+        stats, rows = sampler.stats, [*sampler.queue, *sampler.running]
         work = sum(row.trajectory is not None for row in rows)
         now = f"  step {step}, {clock(seconds)}: {stats.get('ended', 0)} episodes sampled, "
         now += (f"{work} in work, " if work else "") + f"{stats.get('tokens', 0)} tokens"

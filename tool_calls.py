@@ -94,9 +94,9 @@ def mismatch(name: str, arguments: dict, parameters: dict) -> str:
     Others than the schema's are refused: a tool's function may have more options, its limits among them, and
     they are not for the policy to set.
     """
-    known = parameters["properties"]
+    known = parameters.get("properties", {})
     if extra := sorted(set(arguments) - set(known)):
-        return f"{name} takes {', '.join(known)}, not {', '.join(extra)}"
+        return f"{name} takes {', '.join(known) or 'nothing'}, not {', '.join(extra)}"
     if missing := [key for key in parameters.get("required", ()) if key not in arguments]:
         return f"{name} needs {', '.join(missing)}"
     for key, value in arguments.items():
@@ -117,7 +117,7 @@ def start_call(call: ToolCall, tools: dict, timeout_s: float = 60) -> Future:
     if not problem and tool is None:
         problem = f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
     if not problem and (schema := getattr(tool, "schema", None)):
-        problem = mismatch(call.name, call.arguments, schema["function"]["parameters"])
+        problem = mismatch(call.name, call.arguments, schema["function"].get("parameters") or {})
     if not problem:
         try:
             if hasattr(tool, "submit"):

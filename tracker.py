@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from data import fail
+from options import fail
 
 TRACKERS = ("wandb", "tensorboard", "trackio")  # names of their packages too
 

@@ -120,7 +120,7 @@ def run_arm(out: Path, world: str, problems: str, settings: dict, seed: int, ste
     import grpo
     import sft
     import tiny
-    from data import parse_args
+    from options import parse_args
 
     if world:
         usual = tiny.script
@@ -153,8 +153,8 @@ def run_arm(out: Path, world: str, problems: str, settings: dict, seed: int, ste
 def sometimes_right(cold: Path, problems: list) -> list:
     """Those that the cold-started policy solves in some of 8 samples, not in none and not in all."""
     import grpo
-    from data import parse_args
     from episodes import Agents
+    from options import parse_args
     from tools import PythonTool
 
     config = parse_args(grpo.Config, [], presets=grpo.PRESETS)

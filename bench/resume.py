@@ -49,6 +49,13 @@ def ranks_of(job: int) -> list[int]:
     return found
 
 
+def alive(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # a zombie has none
+    except OSError:
+        return False
+
+
 def kill(job: subprocess.Popen, only: int | None) -> str:
     """SIGKILL for the job's processes, or for one of its ranks if that has begun (torchrun then ends the
     others); whom it hit."""
@@ -62,10 +69,9 @@ def kill(job: subprocess.Popen, only: int | None) -> str:
         except ProcessLookupError:
             pass
     job.wait()
-    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
-              for pid in ranks):  # fmt: skip
+    while any(map(alive, ranks)):
         time.sleep(0.05)
-    return "the job" if only is None else f"rank {only}"
+    return "the job" if only is None else "one rank"
 
 
 def without_clocks(found):

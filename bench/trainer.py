@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of compute")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one that warms up")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side")
-    parser.add_argument("--tokens_per_row", type=int, default=1024, help="tokens of our packed rows")
+    parser.add_argument("--tokens_per_row", type=int, default=640, help="tokens of our packed rows")
     parser.add_argument("--side", choices=["ours", "trl"], help="run this side here")
     args = parser.parse_args()
     if args.side:

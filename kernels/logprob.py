@@ -66,7 +66,8 @@ def row_stats(z, targets, inv_t, out) -> None:
 
 def row_gradient(z, targets, inv_t, sums, g_logp, g_entropy, out) -> None:
     """out [N, C] <- d(sum g_logp logp + g_entropy H) / d logits, the arguments as `incoming` and `merge` give
-    them; out may be z. gradient_j = e_j (a + b d_j) + 1[j = t] g  with  d_j = z_j - m,  e_j = e^d_j."""
+    them; out may be z. gradient_j = e_j (a + b d_j) + 1[j = t] g  with  d_j = z_j - m,  e_j = e^d_j:
+    the formula at the top with p_j = e_j / s and log p_j = d_j - log s; b is all that multiplies d_j."""
     c, (m, log_s, entropy) = z.shape[1], sums
     g, over_s = g_logp * inv_t, inv_t * (-log_s).exp()
     b = None if g_entropy is None else -g_entropy * over_s

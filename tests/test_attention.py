@@ -283,6 +283,8 @@ def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable
     for i, (start, end) in enumerate(zip(cu_q.tolist(), cu_q.tolist()[1:])):
         if paged:
             assert used.dtype == table.dtype == torch.int32 and k.shape[1] % 256 == 0
+            assert paged["num_splits"] == 1  # more returned NaN (pytorch/torchtitan#3235)
+            assert table.is_contiguous() and used.is_contiguous()
             keys, values = (x[table[i].long()].flatten(0, 1)[: used[i]] for x in (k, v))
         else:
             keys, values = (x[cu_k[i] : cu_k[i + 1]] for x in (k, v))

@@ -284,7 +284,7 @@ def test_a_template_without_a_place_for_tools_gets_them_in_the_message(
 ):
     """Such a template drops the description without a word, and the policy never learns that it has a tool.
     A question in which the tool's name happens to stand describes nothing."""
-    monkeypatch.setattr(chat, "_said", set())
+    chat.say_once.cache_clear()
     tokenizer = with_template(tokenizer, "alternate")
     messages = [user(question)]
     text = tokenizer.decode(chat.encode_prompt(tokenizer, messages, SCHEMA))
@@ -293,6 +293,8 @@ def test_a_template_without_a_place_for_tools_gets_them_in_the_message(
     assert text.endswith(question + "<end_of_turn>\n<start_of_turn>model\n")
     assert "no place for tools" in capsys.readouterr().out
     assert messages == [user(question)]
+    with pytest.raises(ValueError, match="no message of the user"):
+        chat.encode_prompt(tokenizer, [assistant("a")], SCHEMA)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -409,9 +411,8 @@ def test_a_tool_cannot_end_its_turn(tokenizer, name):
 
 
 def test_a_template_without_a_tool_role_gets_results_as_the_users_turn(tokenizer, capsys, monkeypatch):
-    """Families without a tool role raise inside the template; the reason is said once, not in every
-    episode."""
-    monkeypatch.setattr(chat, "_said", set())
+    """Families without a tool role raise inside the template; it is said once, not in every episode."""
+    chat.say_once.cache_clear()
     tokenizer = with_template(tokenizer, "alternate")
     for _ in range(2):
         text = tokenizer.decode(chat.ToolTurn(tokenizer).encode(["17", "4"]))
@@ -420,8 +421,7 @@ def test_a_template_without_a_tool_role_gets_results_as_the_users_turn(tokenizer
             "<tool_response>\n4\n</tool_response><end_of_turn>\n<start_of_turn>model\n"
         )
     said = capsys.readouterr().out
-    assert said.count("no tool role") == 1
-    assert "Roles must alternate" in said
+    assert said.count("no place for a tool's text") == 1
 
 
 def test_a_template_with_a_tool_role_of_its_own_keeps_it(tokenizer):

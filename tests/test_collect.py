@@ -1,5 +1,6 @@
 """Rollouts sorted by difficulty, trajectories worth imitating, solutions with calls stitched into them."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -61,11 +62,13 @@ def test_filtered_problems_are_read_back_as_they_were(tmp_path):
          "Incorrect Answer 3": "w", "High-level domain": "Physics", "Record ID": "r7"},
         {"problem": "Double it.", "inputs": ["1"], "outputs": ["2"]},
         {"question": "How many?", "answer": "5 + 2 = <<5+2=7>>7\n#### 7"},
+        {"problem": "37 * 19 % 58", "answer": "7", "family": "mod", "as_is": True},  # of the laptop world
     ]  # fmt: skip
     source = tmp_path / "set.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     before = load_rows(str(source))
-    collect.filter_problems(config(), before, [{"correct": [True, False]}] * 4, tmp_path)
+    collect.filter_problems(config(), before, [{"correct": [True, False]}] * 5, tmp_path)
+    assert before[4][1].messages == [{"role": "user", "content": "37 * 19 % 58"}]
     assert load_problems(str(tmp_path / "problems")) == [problem for _, problem in before]
 
 
@@ -77,7 +80,8 @@ def episode(tokenizer, turns: list[str], outputs: list[str], **more) -> dict:
     ids = chat.encode_prompt(tokenizer, PROBLEM.messages)
     prompt, mask = len(ids), [0] * len(ids)
     for i, text in enumerate(turns):
-        said = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+        end = tokenizer.convert_tokens_to_ids(chat.turn_marks(tokenizer)[1])
+        said = tokenizer.encode(text, add_special_tokens=False) + [end]
         shown = chat.ToolTurn(tokenizer).encode([outputs[i]]) if i < len(outputs) else []
         ids, mask = ids + said + shown, mask + [1] * len(said) + [0] * len(shown)
     results = [{"output": text, "status": "error" if "Error" in text else "ok"} for text in outputs]
@@ -97,16 +101,24 @@ TURNS = [
 OUTPUTS = ["SyntaxError", "42"]
 
 
-def test_a_collected_trajectory_is_trained_on_as_it_was_sampled(tokenizer):
+@pytest.mark.parametrize("name", ["chatml", "alternate", "own calls", "headers"])
+def test_a_collected_trajectory_is_trained_on_as_it_was_sampled(tokenizer, name):
     """Ids that differ from those sampled, or tool tokens in the mask, would teach turns that the policy never
-    had; an error that was repaired belongs to them."""
+    had; an error that was repaired belongs to them. A template may have no place for calls or results."""
+    tokenizer = with_template(tokenizer, name)
     sampled = episode(tokenizer, TURNS, OUTPUTS)
     found = collect.conversation(sampled, PROBLEM, tokenizer)
     ids, mask = sft.tokenize_conversation(tokenizer, found["messages"])
-    assert (
-        ids[: len(sampled["ids"])] == sampled["ids"] and tokenizer.decode(ids[len(sampled["ids"]) :]) == "\n"
-    )
-    assert mask[: len(sampled["mask"])] == sampled["mask"]
+
+    def turns(ids: list[int], mask: list[int]) -> list[tuple]:
+        runs = itertools.groupby(zip(mask, ids), key=lambda pair: pair[0])
+        return [(m, tokenizer.decode([i for _, i in run])) for m, run in runs]
+
+    found_turns, sampled_turns = turns(ids, mask), turns(sampled["ids"], sampled["mask"])
+    assert found_turns[: len(sampled_turns)] == sampled_turns
+    assert [text.strip() for _, text in found_turns[len(sampled_turns) :]] in ([], [""])
+    if name == "chatml":  # elsewhere <tool_call> is text of a message, and no control token
+        assert ids[: len(sampled["ids"])] == sampled["ids"]
     assert [m["role"] for m in found["messages"]] == [
         "user",
         "assistant",
@@ -198,9 +210,10 @@ def test_solutions_that_python_does_not_confirm_are_left_out_and_counted():
         "<<5(3)=15>>15\n#### 15",  # 5 is not a function
         "<<50%*30=15>>15\n#### 15",  # no Python
         "<<1/3=.33>>.33\n#### .33",  # rounded: right
+        "<<24*50=1,200>>1,200\n#### 1,200",  # right
     ]
     found, left_out = stitched(answers)
-    assert len(found) == 1 and found[0]["messages"][2]["content"].startswith("0.333")
+    assert len(found) == 2 and found[0]["messages"][2]["content"].startswith("0.333")
     assert left_out == {"no calculation": 1, "Python finds another value": 2, "not plain arithmetic": 1}
 
 
@@ -216,6 +229,8 @@ def test_solutions_that_python_does_not_confirm_are_left_out_and_counted():
         ("--filter --data tiny --out o --model m --samples 0", "--samples 0: take more than 0"),
         ("filter --data tiny --out o --model m --tool_chars 0", "--tool_chars 0: take more than 0"),
         ("filter --data tiny --out o --model m --hard 0.8", "--hard 0.8 --easy 0.75"),
+        ("filter --data tiny --out o --model m --dtype bf16", "--dtype bf16: take float32 or bfloat16"),
+        ("filter --data tiny --out o --model m --cache_tokens -1", "--cache_tokens -1: take more than 0"),
         ("collect --data nowhere --out o --model m", "no file or folder 'nowhere'"),
         ("collect --out o --model m", "--data is required"),
     ],

@@ -1,7 +1,6 @@
 """Problems, trajectories and the command line: what comes out of a row, and what a bad row or option says."""
 
 import base64
-import dataclasses
 import json
 import os
 import pickle
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import data
-from data import load_conversations, load_problems, parse_args
+from data import load_conversations, load_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -260,11 +259,12 @@ def test_assert_tests_become_pairs_and_others_are_left_out_aloud(tmp_path, capsy
     tests = "def check(candidate):\n    assert candidate(nums = [1, 2], k = 3) == [True, None]\n"
     truth = {"test_code": tests, "entry_point": "Solution().pick", "import_prefix": ""}
     others = ("assert is_same(candidate(root([1])), [1])", "assert candidate(root([1])) == [1]", "assert (")
+    others += (tests + "    assert candidate(k = 3, nums = [1]) == 1",)  # by position other parameters
     truths = [truth, *({**truth, "test_code": other} for other in others)]
     rows = [{"problem": "p", "reward_model": {"ground_truth": json.dumps(t)}} for t in truths]
     (problem,) = load_problems(jsonl(tmp_path, rows))
     assert problem.answer == {"inputs": ["[1, 2]\n3"], "outputs": ["[true, null]"], "fn_name": "pick"}
-    assert "3 rows left out; the first is" in capsys.readouterr().err
+    assert "4 rows left out; the first is" in capsys.readouterr().err
 
 
 def test_a_call_whose_arguments_cannot_be_read_is_left_out_before_the_run(tmp_path, capsys):
@@ -395,6 +395,8 @@ def test_parquet_conversations_have_no_keys_that_the_row_did_not_have(tmp_path):
         ({"messages": [{"role": "tool", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
          "row 2: a tool call of message 0"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}, "row 2: tools is not a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": True}]}, "row 2: malformed, TypeError"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "row 2: malformed"),
     ],
 )  # fmt: skip
 def test_a_bad_conversation_is_named_by_file_and_row(tmp_path, row, words):
@@ -416,6 +418,17 @@ def test_a_bad_conversation_is_named_by_file_and_row(tmp_path, row, words):
         ("a.jsonl", '{"problem": "p", "gold": 1}', "row 1: no answer .*columns found: problem, gold"),
         ("a.jsonl", '{"problem": "p", "answer": ""}', "row 1: no answer"),
         ("a.jsonl", '{"problem": "p", "answer": true}', "row 1: no answer"),
+        (
+            "a.jsonl",
+            '{"problem": "p", "answer": "{\\"test_code\\": \\"\\"}"}',
+            "row 1: malformed, KeyError.'entry_",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": [{"content": "s"}, {"content": "q"}], "answer": 1}',
+            "row 1: a message before",
+        ),
+        ("a.jsonl", '{"question": "q", "correct_answer": "argon", "distractor": "iron"}', "row 1: no answer"),
         ("a.jsonl", "", "a.jsonl holds no usable row"),
         ("a.parquet", "text", "a.parquet is not a readable parquet file"),
         ("a.csv", "text", "a.csv is neither a .jsonl or .parquet file nor a folder"),
@@ -458,66 +471,3 @@ def test_hub_sets_pass_through_the_same_mapping(monkeypatch):
     with pytest.raises(ValueError, match=r"cannot load gated/set from the hub \(403 ask for access\)"):
         load_problems("gated/set")
     assert all(set(arguments) <= {"path", "name", "split", "data_files"} for arguments in data.NAMED.values())
-
-
-# ---- the command line --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Config:
-    """A script's settings."""
-
-    model: str  # hub name or folder
-    clip_low: float = 0.2  # 100 % of a ratio
-    steps: int = 10  # optimizer steps
-    tool: bool = True  # with the tool
-    limit: int | None = None  # problems; none = all
-
-
-PRESETS = {"small": {"steps": 3, "tool": False}, "large": {"model": "big"}}
-
-
-@pytest.mark.parametrize(
-    "line, fields",
-    [
-        ("--model m", {}),
-        ("--model=m --clip-low 0.3 --steps 4", {"clip_low": 0.3, "steps": 4}),
-        ("--model m --clip_low=-1e-3 --no-tool --limit 5", {"clip_low": -1e-3, "tool": False, "limit": 5}),
-        ("--model m --limit 5 --limit none", {}),
-        ("--model m --preset small", {"steps": 3, "tool": False}),
-        ("--steps 7 --model m --preset small --tool", {"steps": 7}),
-        ("--preset large", {"model": "big"}),
-    ],
-)
-def test_options_outrank_the_preset_and_the_preset_the_default(line, fields):
-    assert parse_args(Config, line.split(), PRESETS) == Config(**{"model": "m", **fields})
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("--model m --clip-lo 3", "unknown option '--clip-lo'; did you mean --clip-low?"),
-        ("--model m --step 3", "unknown option '--step'; did you mean --steps?"),
-        ("--model m zzz", "unknown option 'zzz'; see --help"),
-        ("--model m --steps 1.5", "'1.5' is not int"),
-        ("--model m --limit x", "'x' is not int | None"),
-        ("--model m --steps none", "'none' is not int"),
-        ("--model", "expected one argument"),
-        ("--steps 3", "--model is required: hub name or folder"),
-        ("--model m --preset smal", "there is no preset 'smal'; choose from small, large"),
-    ],
-)
-def test_a_bad_option_ends_with_one_sentence_and_code_2(line, words, capsys):
-    """argparse prefers to abbreviate in silence: --step would set --steps, --clip-lo one of two clips."""
-    with pytest.raises(SystemExit) as end:
-        parse_args(Config, line.split(), PRESETS)
-    message = capsys.readouterr().err
-    assert end.value.code == 2 and words in message and message.count("\n") == 1
-
-
-def test_help_is_made_of_the_comments(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse_args(Config, ["--help"], PRESETS)
-    text = capsys.readouterr().out
-    assert end.value.code == 0 and "100 % of a ratio [default 0.2]" in text
-    assert "hub name or folder [required]" in text and "small, large" in text

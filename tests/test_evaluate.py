@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,9 @@ def test_no_answer_never_wins_over_an_answer():
 def test_equal_answers_in_different_spelling_vote_together():
     """Votes by string split 1/2 and 0.5, and the wrong 7 wins with two votes."""
     assert majority_at_k(["\\frac{1}{2}", "7", "0.5", "7", "1/2"], [True, False, True, False, True]) == 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "is no mathematics" is said of golds
+        assert majority_at_k(["\\text{unclear}", "x+1", "x+2"], [False, True, False]) == pytest.approx(1 / 3)
 
 
 def test_majority_agrees_with_a_plain_count_where_answers_differ_as_numbers():
@@ -247,7 +251,7 @@ def run(monkeypatch, tmp_path):
     model = torch.nn.Linear(2, 2)
     model.config = SimpleNamespace(max_position_embeddings=100)
     monkeypatch.setattr(evaluate, "run_agent", run_agent)
-    monkeypatch.setattr(evaluate, "Sampler", lambda *a, **k: None)
+    monkeypatch.setattr(evaluate, "Sampler", lambda *a, **k: SimpleNamespace(stats={}))
     monkeypatch.setattr(evaluate, "load", lambda name, dtype, device: (model, Words()))
     monkeypatch.setattr(evaluate, "encode_prompt", lambda tokenizer, messages, tools: [0, 0])
     monkeypatch.setattr(evaluate, "init_process_group", lambda: (state.rank, state.ranks, "cpu"))
@@ -363,6 +367,15 @@ def test_going_on_under_other_conditions_is_refused_by_name(run, capsys, options
     message = capsys.readouterr().err
     assert end.value.code == 2 and words in message and message.count("\n") == 1
     assert before == {file: file.read_bytes() for file in run.state.out.iterdir()}
+
+
+def test_a_folder_without_a_sample_takes_other_conditions(run):
+    """The first command may end before its first sample, by a limit that was too high, or by Ctrl-C."""
+    run.state.die_after = 0
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    run.state.die_after = None
+    assert run("--seed", "1")["conditions"]["seed"] == 1
 
 
 def test_other_weights_or_other_problems_under_the_same_name_are_refused(run, capsys):

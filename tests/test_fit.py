@@ -161,7 +161,14 @@ def test_what_does_not_fit_says_what_to_lower_and_then_fits():
     again = fit.predict(replace(config, cache_tokens=tokens), *where)
     assert not again.advice and again.need <= 80e9
     one = fit.predict(config, where[0], 1, "cuda", 20e9, RATES)
-    assert "take more ranks, or a smaller model" in one.advice
+    assert one.advice.endswith(
+        "take --cache_tokens 23040 --offload --max_new_tokens 5120 --tokens_per_row 7680."
+    )
+    assert (
+        "take more ranks, or a smaller model" in fit.predict(config, where[0], 1, "cuda", 8e9, RATES).advice
+    )
+    low = replace(config, tokens_per_row=8192)  # a row is never lowered to more
+    assert "--tokens_per_row 23040" not in fit.predict(low, where[0], 1, "cuda", 40e9, RATES).advice
 
 
 def test_offloaded_states_leave_the_device():

@@ -340,3 +340,9 @@ def test_a_far_reference_gives_a_finite_kl():
         value = kl_estimate(logp, torch.tensor([0.0, -200.0]), estimator).sum()
         (slope,) = torch.autograd.grad(value, logp)
         assert value.isfinite() and slope.isfinite().all()
+
+
+def test_one_token_of_k3_does_not_drown_the_batch():
+    """A token that the reference likes and the policy has all but lost: e^10 - 11 = 22,015, against about 1
+    of any other; after the clipping of the norm the step would be that token's alone."""
+    assert kl_estimate(torch.tensor([-12.0]), torch.tensor([-2.0]), "k3").item() == 10

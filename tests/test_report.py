@@ -101,6 +101,7 @@ def make_group(tokenizer, rng: random.Random, index: int, family: str, skill: fl
 
 COURSES = """
 reward/mean -0.4 1.3, reward/correct 0.3 0.65, reward/overlong -0.01 0, reward/tool 0 0
+loss 1.5 -1, lr 1e-3 0, grad_norm 1 0, tokens 900 0
 tool/calls 0.9 0.15, policy/dual 0 0, eval/tool_success 0.7 0.25, eval/tool_repaired 0.2 -0.15
 tool/used 0.6 0.38, tool/success 0.72 0.24, tool/repaired 0.18 -0.14, tool/seconds 0.006 0
 correct/mod 0.35 0.6, correct/bits 0.2 0.6
@@ -278,9 +279,8 @@ def test_every_panel_has_a_sentence_and_every_required_key_a_panel():
         time/prefill time/decode time/sampling policy/kl_ref speed/tokens_per_s"""
     assert set(required.split()) <= set(keys)
     table = (REPORT.parent / "README.md").read_text().split("\n## Metrics\n")[1].split("\n## ")[0]
-    named = {
-        k for line in table.splitlines() if line.startswith("|") for k in re.findall(r"`(\w+/[^`]+)`", line)
-    }
+    keys_of = [line.split("|")[1] for line in table.splitlines() if line[:2] == "| "]
+    named = {k for cell in keys_of for k in re.findall("`([^`]+)`", cell)}
     named = {k.replace("FAMILY", "*") for k in named} - set(report.BAND["eval/correct"])
     assert len(named) > 30 and named == set(keys)  # told there, drawn here
 
@@ -379,6 +379,8 @@ def test_observations_state_the_numbers_they_rest_on():
     assert found["Most calls run"] == ("calls that ran 50 % → 72.5 %", True)  # (0.5 + 0.95) / 2
     assert found["Fewer and better calls"][1] is True and "2.00 → 1.50" in found["Fewer and better calls"][0]
     assert found["Entropy stays in a band"] == (None, None)
+    gone = [{"step": i, "tool/used": 0.0, "tool/calls": 0.0} for i in (8, 9)]  # the tool was given up
+    assert metrics.observations(rows[:8] + gone)[3][4] is False
     rows[9]["eval/low"] = 0.34
     assert metrics.observations(rows)[0][4] is False
     assert all(here is None and shown is None for *_, here, shown in metrics.observations(rows[:1]))

@@ -21,7 +21,7 @@ from reward import (
     tool_shaping,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:gold answer")
+pytestmark = pytest.mark.filterwarnings("ignore:the answer")
 
 
 def boxed(answer: str) -> str:
@@ -205,6 +205,14 @@ x^2-7x+10 | (x-2)(x-5)
 0.5x | \frac{x}{2}
 y=\frac{1}{2}x+3 | y = 1/2x + 3
 2/7 x | \frac{2x}{7}
+11,\! 111,\! 111,\! 100 | 11111111100
+\begin{pmatrix}16/49\\48/49\end{pmatrix} | \begin{pmatrix}\frac{16}{49}\\[4pt]\frac{48}{49}\end{pmatrix}
+5 | 5 lbs
+60 | 60 mph
+12 | 12\text{ m s}^{-1}
+.0000672 | 6.72\times 10^-5
+x^{-1} | x^-1
+x=1 \text{ or } x=2 | 2, 1
 B-x+\frac{C}{x} | B+\frac{C}{x}-x
 R-r | -r+R
 2\lambda+1 | 1+\lambda\cdot 2
@@ -260,6 +268,10 @@ well-known | well+known
 5 | 9=5
 x=5 | y=5
 x+y=5 | 5
+385 | \sum_{k=1}^{10} k^2
+4 | \int_0^2 x^3 dx
+a=1,b=2 | 2,1
+5\text{ lb} | 5\text{ oz}
 5x-2y+1=0 | 5x+2y+1=0
 y = 2x + 3 | y = 2x + 4
 [0,4) | (0,4)
@@ -287,9 +299,9 @@ x' | x
 -\infty | \infty
 3 | \frac{1}{0}
 """
-SELF = r"""\text{(E)} | x \in [-2,7] | 10\% | \$32{,}348 | \begin{pmatrix}1&2\\3&4\end{pmatrix} |
-(3,\frac{\pi}{2})
- | \text{Tuesday} | 6-5i | \frac43 | .5 | 5\text{ cm} | -\infty | 2516_8 | x^2-7x+10 | \text{see figure}"""
+SELF = r"""\text{(E)} | x \in [-2,7] | 10\% | \$32{,}348 | \begin{pmatrix}1&2\\3&4\end{pmatrix}
+ | (3,\frac{\pi}{2}) | \text{Tuesday} | 6-5i | \frac43 | .5 | 5\text{ cm} | -\infty | 2516_8
+ | x^2-7x+10 | \text{see figure}"""
 
 
 def pairs(table: str) -> list[list[str]]:
@@ -525,6 +537,10 @@ def test_a_response_of_nothing_but_open_boxes_is_read_in_time():
         ("The answer is a vector field.", None),
         ("Answer: I'm not sure", None),
         ("The answer is A or B.", None),
+        ("The correct answer is C, I am confident.", "C"),
+        ("The answer is H, I", None),
+        ("That is why the answer is C.", "C"),
+        ("I wonder why the answer is C.", None),
         ("The answer is not A.", None),
         ("I don't think the answer is B.", None),
         ("The answer is 42.", None),

@@ -44,13 +44,21 @@ def score(tool, program: str, given, expected, **more) -> float:
             "3",
         ),
         ("print(pow(3, 4, 5), gcd(4, 6), Counter('aab')['a'])", "", "1 2 2"),
+        (
+            "print(prod([2, 3]), deepcopy([1]), ascii_lowercase[:2], mean([1, 3]), copy.copy(5))",
+            "",
+            "6 [1] ab 2 5",
+        ),
+        ("@cache\ndef f(i): return 0 if i == 0 else 1 + f(i - 1)\nprint(f(3000))", "", "3000"),
+        ("def f(i): return 0 if i == 0 else 1 + f(i - 1)\nprint(f(40_000))", "", "40000"),
+        ("print(); print(5)", "", "5"),
         ("import sys; print(len(sys.stdin.read().split()))", "1 " * 500_000, "500000"),
         ("print('1 ' * 500_000)", "", "1 " * 500_000),
     ],
 )
 def test_a_right_program_passes_however_it_reads_and_writes(tool, program, given, expected):
     """Mock stdin without .buffer (lighteval#1255), or one that repeats the first line (NeMo Gym#2824); binary
-    output, the limit of 4,300 digits, sys.exit(0) (Gym#2956)."""
+    output, the limit of 4,300 digits, sys.exit(0) (Gym#2956); names and depth that LiveCodeBench gives."""
     assert score(tool, program, given, expected) == 1.0
 
 
@@ -144,6 +152,7 @@ def test_the_program_is_the_last_closed_fence_tagged_python(response, program):
         ("import os\ndef f(a): os._exit(0)", "1", "null", False),
         ("def g(a): return 1", "1", "1", False),
         ("def f(a): return 1\nif __name__ == '__main__':\n    print(f(2))", "1", "1", True),
+        ("def f(a): return 1\nif __name__ == '__main__':\n    print(f(int(input())))", "1", "1", True),
     ],
 )
 def test_a_function_is_called_and_its_value_compared(tool, program, given, expected, right):

@@ -210,7 +210,7 @@ def test_no_color_and_other_encodings(monkeypatch):
         terminal.paint("policy", "a\033[2J\u202e") == "\033[32ma\\x1b[2J\\u202e\033[0m"
     )  # shown, not obeyed
     monkeypatch.setenv("NO_COLOR", "1")
-    assert terminal.paint("policy", "a") == "a" and terminal.paint("tool", "a") == "|a|"
+    assert [terminal.paint(kind, "a") for kind in ("prompt", "policy", "tool")] == ["|a|", "a", "|a|"]
 
 
 def test_an_error_in_training_ends_the_view():
