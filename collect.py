@@ -66,6 +66,7 @@ class Config:
     max_rows: int = 128  # trajectories that decode together on a rank
     cache_tokens: int | None = None  # tokens of a rank's KV cache; none: what max_rows need and memory allows
     dtype: str = ""  # of compute: float32 or bfloat16; empty: float32 on CPU, bfloat16 on GPU
+    stall: float = 300.0  # seconds without a token or a tool's answer, after which a rank ends the job
     threads: int = 0  # CPU threads of torch; 0: all cores, shared among the ranks
 
 
@@ -112,7 +113,7 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
     rank, ranks, device = net.init_process_group()
     workers = max(2, net.set_threads(config.threads, ranks))
     model, tokenizer = net.load(config.model, net.compute_dtype(config.dtype, device), device)
-    may_change = {"out", "limit", "keep", "easy", "hard", "max_rows", "cache_tokens", "threads"}
+    may_change = {"out", "limit", "keep", "easy", "hard", "max_rows", "cache_tokens", "stall", "threads"}
     open_run(out, {**asdict(config), "sha256_weights": weights_digest(model)}, may_change)
     schema = [PythonTool.described(config.tool_name)] if config.describe_tool else None
     fit = fitting(rows, [len(encode_prompt(tokenizer, r[1].messages, schema)) for r in rows], config, model)
@@ -130,8 +131,8 @@ def roll_out(config: Config, rows, out: Path) -> tuple[list, list[dict]]:
     missing = [chunk for chunk in chunks if not stored.keys() >= set(chunk)]
     names = {field.name for field in fields(RunConfig)}
     settings = {k: v for k, v in asdict(config).items() if k in names}
-    stall = max(RunConfig.stall, config.tool_seconds + 60)
-    settings = RunConfig(**settings, overlong_buffer=0, stall=stall)
+    settings["stall"] = max(config.stall, config.tool_seconds + 60)
+    settings = RunConfig(**settings, overlong_buffer=0)
     began = time.perf_counter()
     limits = (workers, config.tool_seconds, config.tool_memory, config.tool_chars)
     with PythonTool(*limits, name=config.tool_name) as tool:
@@ -248,7 +249,7 @@ def main(argv: list[str]) -> None:
         fail("say first what to make: filter, collect or stitch; --help shows the options")
     c = parse_args(Config, ["--help"] if what == "help" else argv)
     counts = "samples keep chunk max_prompt max_new_tokens max_turns temperature max_rows tool_seconds "
-    counts += "tool_memory tool_chars"
+    counts += "tool_memory tool_chars stall"
     counts += "".join(f" {k}" for k in ("limit", "cache_tokens") if getattr(c, k) is not None)
     check_values(c, counts, "threads", {"dtype": ("", "float32", "bfloat16")})
     if not 0 <= c.hard < c.easy <= 1:
@@ -269,7 +270,7 @@ def main(argv: list[str]) -> None:
         if (file := out / "conversations.jsonl").exists():
             fail(f"{file} exists already; give another --out, or delete it")
         make_folder(out)
-        with PythonTool(2, c.tool_seconds, c.tool_memory, c.tool_chars, name=c.tool_name) as tool:
+        with PythonTool(None, c.tool_seconds, c.tool_memory, c.tool_chars, name=c.tool_name) as tool:
             found, left_out = stitch(rows, tool)
         write_rows(file, found)
         print(f"{len(found)} conversations in {file}", end="")

@@ -113,7 +113,7 @@ def check(c: Config) -> None:
     check_values(c, POSITIVE, NOT_NEGATIVE, CHOICES, bounds="clip_norm stall tis")
     if c.group < 2:
         fail(f"--group {c.group}: a group of one has no advantage over itself; take at least 2")
-    below = c.batch // c.group * c.group
+    below = max(c.batch, 0) // c.group * c.group
     legal = " or ".join(str(b) for b in (below, below + c.group) if b > 0)
     for wrong, sentence in [
         (c.batch < 1 or c.batch % c.group,

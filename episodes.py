@@ -149,7 +149,7 @@ def watched(sampler: Sampler, limit: float):
                 seen, since = dict(sampler.stats), time.monotonic()
             elif time.monotonic() - since > limit:
                 cause = f"rank {dist.get_rank()}: for {limit:g} s no token was sampled and no tool answered"
-                print(f"{cause} (grpo.py: --stall); where it stands:", file=sys.stderr, flush=True)
+                print(f"{cause} (--stall); where it stands:", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__)
                 os._exit(1)
 

@@ -62,6 +62,7 @@ class Config:
     chunk: int = 16  # problems sampled together, then written
     max_rows: int = 64  # trajectories that decode together on a rank
     cache_tokens: int | None = None  # tokens of a rank's KV cache; none: what max_rows need and memory allows
+    stall: float = 300.0  # seconds without a token or a tool's answer, after which a rank ends the job
     as_published: bool = False  # also best@k and maj@k as the published scripts bootstrap them
 
 
@@ -162,7 +163,8 @@ def merge(out: Path) -> list[dict]:
 def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], model, device: str) -> dict:
     """Begin a folder, or go on in one; ValueError if it was begun under other conditions, which are returned:
     all that the numbers depend on, the content of problems and weights included."""
-    free = "out chunk max_rows cache_tokens tool_workers sandbox as_published".split()  # change no sample
+    # these change no sample
+    free = "out stall chunk max_rows cache_tokens tool_workers sandbox as_published".split()
     content = {}
     for tool, some in problems.items():
         content["problems_tool" if tool else "problems_plain"] = [asdict(p) for p in some]
@@ -176,10 +178,11 @@ def open_folder(out: Path, cfg: Config, problems: dict[bool, list[Problem]], mod
         "python": sys.version.split()[0],
     }
     file = out / "config.json"
-    if out.exists() and any(out.iterdir()) and not file.exists():
+    begun = json.loads(file.read_text()) if file.exists() else conditions
+    if "sha256_weights" not in begun or (not file.exists() and out.exists() and any(out.iterdir())):
         raise ValueError(f"{out} holds files but no config.json of an evaluation; give another --out")
-    made = any(read_rows(samples) for samples in out.glob("samples*.jsonl"))
-    begun = json.loads(file.read_text()) if made and file.exists() else conditions
+    if not any(read_rows(samples) for samples in out.glob("samples*.jsonl")):
+        begun = conditions  # no sample was made under the others
     for key in (k for k in begun | conditions if begun.get(k) != conditions.get(k)):
         was, now = begun.get(key), conditions.get(key)
         raise ValueError(f"{out} was begun with {key} {was!r}, and now it is {now!r}; give another --out")
@@ -225,7 +228,7 @@ def sample(cfg: Config, model, tokenizer, problems, with_tool: bool, missing: li
         tools, began, right = {tool.name: tool} if with_tool else {}, time.perf_counter(), 0
         for at in range(0, len(missing), cfg.chunk):
             chunk, start = missing[at : at + cfg.chunk], time.perf_counter()
-            with watched(sampler, max(300, cfg.tool_seconds + 60)):
+            with watched(sampler, max(cfg.stall, cfg.tool_seconds + 60)):
                 found = run_agent(
                     sampler, [prompts[i] for i in chunk], tools, *law, seed=cfg.seed, indices=chunk
                 )
@@ -246,7 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     rank, ranks, device = init_process_group()
     whole = [name for name, value in vars(cfg).items() if type(value) is int and name != "seed"]
     kinds = {"dtype": ("", "float32", "bfloat16")}
-    check_values(cfg, " ".join([*whole, "tool_seconds", "top_p"]), "temperature", kinds)
+    check_values(cfg, " ".join([*whole, "tool_seconds", "top_p", "stall"]), "temperature", kinds)
     try:
         if cfg.top_p > 1:
             raise ValueError(f"--top_p {cfg.top_p}: take a share, at most 1")

@@ -270,9 +270,12 @@ def predict(config, model_config, ranks: int, device: str, memory: float = 0, ra
         if p.need > p.memory and getattr(config, name) != value and (name, device) != ("offload", "cpu"):
             config = replace(config, **{name: value})
             p = plan(config, *where)
-            lowered[name] = "" if value is True else f" {value or p.cache_tokens}"
+            lowered[name] = value
     if first.need > first.memory:
-        way = " ".join(f"--{name}{value}" for name, value in lowered.items())
+        if "cache_tokens" in lowered:
+            lowered["cache_tokens"] = p.cache_tokens  # what the last plan leaves
+        options = (f"--{name}" if value is True else f"--{name} {value}" for name, value in lowered.items())
+        way = " ".join(options)
         way = way if p.need <= p.memory else "more ranks, or a smaller model"
         missing = (first.need - first.memory) / 1e9
         first.advice = (

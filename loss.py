@@ -104,8 +104,9 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: str) -> Tensor:
 
     k1 = d (unbiased, noisy), k2 = d^2 / 2 (biased, of least variance near 0), k3 = exp(-d) - 1 + d (unbiased,
     never negative; GRPO 2402.03300 eq. 4). The gradient of the mean is another matter: k2's is that of the KL
-    itself, k3's that of KL(pi_ref || pi), and k1's own is 0 on average, so k1 is given k2's. k3 is at most
-    10: where pi has all but lost a token of pi_ref's, exp(-d) would drown every other token of the batch.
+    itself, k3's that of KL(pi_ref || pi), and k1's own is 0 on average, so k1 is given k2's. k3 is cut at
+    10, and has no gradient from there (d < -2.6): where pi has all but lost a token of pi_ref's, exp(-d)
+    would drown every other token of the batch.
     """
     d = (logp - ref_logp).clamp(-20, 20)
     k2, k3 = d.square() / 2, torch.exp(-d) - 1 + d

@@ -50,7 +50,7 @@ _REWRITES = [
     (r"(?<!\\)\\[,;:> \n]|\\q?quad(?![A-Za-z])|[\s\u00a0]+", " "),
     (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))", r"\\frac{\1\2}{\3\4}"),
     (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-    (r"\^\s*(-\d+)", r"^{\1}"),  # 10^-5
+    (r"\^\s*(-\d+(?:\.\d+)?)", r"^{\1}"),  # 10^-5
     (r"(?<![\w.^/}])(\d+)/(\d+)(?![\d.^!])", r"\\frac{\1}{\2}"),  # 1/2 x would be read as 1/(2x)
     (r"(?<=[.\d])\\(?:overline|dot|bar)\{(\d+)\}", lambda f: 20 * f[1]),  # 0.1\overline{6}
     (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]", r"\\\\ "),  # \\[4pt] between rows
@@ -219,7 +219,7 @@ def _equations_equal(gold: list[str], pred: list[str]) -> bool | None:
     name = re.sub(r"_\{[^{}]*\}|_.|\([^()]*\)", "", max(gold, pred, key=len)[0])
     if len(gold) > 1:
         return not re.search(r"[\d+*/^-]", name) and equal(gold[-1], pred[0])
-    return (not re.search(r"\d", name) or equal(pred[-1], pred[0])) and equal(gold[0], pred[-1])
+    return (not re.search(r"\d", name) or bool(equal(pred[0], pred[-1]))) and equal(gold[0], pred[-1])
 
 
 def _values_equal(gold: str, pred: str, up_to_factor: bool = False) -> bool | None:

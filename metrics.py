@@ -112,7 +112,11 @@ def observations(rows: list[dict]) -> list[tuple]:
     right = [[100 * r[k] for k in keys] for r in rows if all(k in r for k in keys)]
     right = [right[0], right[-1]] if len(right) > 1 else None
     used, ran, entropy = ends("tool/used"), ends("tool/success"), ends("policy/entropy")
-    calls = [{**r, "each": r["tool/calls"] / r["tool/used"]} for r in rows if r.get("tool/used")]
+    calls = [
+        {**r, "each": r["tool/calls"] / r["tool/used"]}
+        for r in rows
+        if r.get("tool/used") and "tool/calls" in r
+    ]
     calls = ends("each", rows=calls)
     turn = ends("length/policy_tokens", "tool/calls", value=lambda tokens, calls: tokens / (calls + 1))
     high, low = ends("policy/clip_high"), ends("policy/clip_low")

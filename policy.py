@@ -218,7 +218,7 @@ def pack(lengths: list[int], budget: int, ranks: int = 1) -> list[list[int]]:
 
     The longest first, each into the emptiest row (Graham 1969); if one is too full then, with more rows.
     """
-    count = -(-min(len(lengths), -(-sum(lengths) // budget)) // ranks) * ranks
+    count = -(-sum(min(n, budget) for n in lengths) // (budget * ranks)) * ranks
     while True:
         rows: list[list[int]] = [[] for _ in range(count)]
         filled = [(0, r) for r in range(count)]  # a heap

@@ -87,12 +87,12 @@ _STATED = re.compile(
 )
 _DENIED = re.compile(
     r"(?:n['’]t|\bnot)\s+(?:think|believe|say|mean|sure)\b[^.!?\n]*$"  # I don't think the answer is B
-    r"|\b(?:if|whether|(?<!is )why)\s+(?:the\s+)?(?:\w+\s+)?$",  # if the correct answer is B
+    r"|\b(?:if|whether|(?<![i'’]s )why)\s+(?:the\s+)?(?:\w+\s+)?$",  # if the correct answer is B
     re.I,
 )
 _REASON = re.compile(r"\s*(?:because|since|as|which|is|and|due|for|by|with|[-–—(])")
 _SEVERAL = re.compile(  # but in "C, I think" there is one
-    r"\s*(?:,|/|&|and|or)\s*(?:\(?(?:[A-HJ]\b(?!\s+(?:is|was)\b)|I\b(?!\s+[a-z]))|(?:both|either)\b)"
+    r"\s*(?:,|/|&|and|or)\s*(?:\(?(?:[A-HJ]\b(?!\s+(?:is|was)\b)|I\b(?!\s+[a-z]|['’]))|(?:both|either)\b)"
 )
 
 

@@ -74,7 +74,11 @@ def open_run(out: Path, settings: dict, may_change: set[str]) -> None:
         }
         write_whole(file, json.dumps(content, indent=2) + "\n")
     dist.barrier()
-    if not file.is_file():  # each node would keep its own part of a checkpoint
+    for _ in range(60):  # an NFS client may believe for a minute that a file is still not there
+        if file.is_file():
+            break
+        time.sleep(1)
+    else:  # each node would keep its own part of a checkpoint
         fail(f"--out {out} is not the folder that the first rank sees; give one on a disk of all nodes")
 
 
@@ -99,8 +103,8 @@ def make_folder(out: Path) -> None:
 
 
 def run_script(main, *arguments) -> None:
-    """main(*arguments), where Ctrl-C and a full disk end the program with a line, without a trace, and a
-    reader of our output that has gone without a word."""
+    """main(*arguments), where Ctrl-C, a number that is not finite and a full disk end the program with a
+    line, without a trace, and a reader of our output that has gone without a word."""
     where = "from what is saved"
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack characters that a policy writes
         sys.stdout.reconfigure(errors="replace")
@@ -147,13 +151,18 @@ _stop = {"asked": 0.0, "breakable": False}
 
 
 def listen(save) -> None:
-    """From now on Ctrl-C, SIGTERM and SIGHUP raise Stop, in `breakable` code only, and run_script calls
-    save() -> the step saved. The second one ends the program at once.
+    """From now on Ctrl-C, SIGTERM and SIGHUP raise Stop in `breakable` code; elsewhere only `told_to_stop`
+    tells of them. run_script then calls save() -> the step saved. The second signal ends the program at once.
 
     A second signal within one second does not count: launchers pass on what the terminal has sent already.
     """
 
+    screens = [fd for fd in (1, 2) if os.isatty(fd)]
+
     def hear(number, _):
+        if number == signal.SIGHUP:  # the terminal is gone, and each write to it would raise
+            for fd in screens:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         again, now = _stop["asked"], time.monotonic()
         if again and now - again > 1:
             os.write(2, erase())

@@ -2,13 +2,14 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # two torch threads in each of two processes wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch  # does not import triton, which reads the next line
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "PYTEST_XDIST_WORKER" in os.environ:  # two torch threads in each of two processes wait for each other
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -279,9 +279,7 @@ def test_tools_are_described_where_the_template_has_a_place_for_them(tokenizer):
 
 
 @pytest.mark.parametrize("question", ["q", "Write it in python."])
-def test_a_template_without_a_place_for_tools_gets_them_in_the_message(
-    tokenizer, question, capsys, monkeypatch
-):
+def test_a_template_without_a_place_for_tools_gets_them_in_the_message(tokenizer, question, capsys):
     """Such a template drops the description without a word, and the policy never learns that it has a tool.
     A question in which the tool's name happens to stand describes nothing."""
     chat.say_once.cache_clear()
@@ -410,7 +408,7 @@ def test_a_tool_cannot_end_its_turn(tokenizer, name):
     assert ATTACK in tokenizer.decode(attacked)
 
 
-def test_a_template_without_a_tool_role_gets_results_as_the_users_turn(tokenizer, capsys, monkeypatch):
+def test_a_template_without_a_tool_role_gets_results_as_the_users_turn(tokenizer, capsys):
     """Families without a tool role raise inside the template; it is said once, not in every episode."""
     chat.say_once.cache_clear()
     tokenizer = with_template(tokenizer, "alternate")

@@ -1,4 +1,4 @@
-"""Problems, trajectories and the command line: what comes out of a row, and what a bad row or option says."""
+"""Problems and trajectories: what comes out of a row, and what a bad row says."""
 
 import base64
 import json

@@ -378,6 +378,17 @@ def test_a_folder_without_a_sample_takes_other_conditions(run):
     assert run("--seed", "1")["conditions"]["seed"] == 1
 
 
+@pytest.mark.parametrize("content", [{"config": {}}, {"model_type": "qwen3"}])
+def test_the_folder_of_a_run_or_of_a_model_is_not_written_over(run, content, capsys):
+    run.state.out.mkdir()
+    file = run.state.out / "config.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(SystemExit):
+        run()
+    assert "no config.json of an evaluation" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == content
+
+
 def test_other_weights_or_other_problems_under_the_same_name_are_refused(run, capsys):
     run()
     run("--chunk", "5", "--max_rows", "7", "--as_published")  # these change no sample

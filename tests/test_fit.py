@@ -161,9 +161,10 @@ def test_what_does_not_fit_says_what_to_lower_and_then_fits():
     again = fit.predict(replace(config, cache_tokens=tokens), *where)
     assert not again.advice and again.need <= 80e9
     one = fit.predict(config, where[0], 1, "cuda", 20e9, RATES)
-    assert one.advice.endswith(
-        "take --cache_tokens 23040 --offload --max_new_tokens 5120 --tokens_per_row 7680."
-    )
+    way = "--cache_tokens 32000 --offload --max_new_tokens 5120 --tokens_per_row 7680"
+    assert one.advice.endswith(f"take {way}.")
+    followed = replace(config, cache_tokens=32000, offload=True, max_new_tokens=5120, tokens_per_row=7680)
+    assert not fit.predict(followed, where[0], 1, "cuda", 20e9, RATES).advice
     assert (
         "take more ranks, or a smaller model" in fit.predict(config, where[0], 1, "cuda", 8e9, RATES).advice
     )

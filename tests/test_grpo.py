@@ -50,8 +50,8 @@ def test_sequences_of_a_row_do_not_score_each_other():
 
 
 def test_rows_hold_every_sequence_once_and_keep_to_the_budget():
-    """By hand: 21 tokens need three rows of 8. 9 is alone and too long, 5 and 4 begin the two others, 3 goes
-    to the emptier one."""
+    """By hand: at most 8 count of each, 20 in all: three rows of 8. 9 is alone and too long, 5 and 4 begin
+    the two others, 3 goes to the emptier one."""
     assert pack([5, 3, 4, 9], 8) == [[3], [0], [2, 1]]
     assert pack([6, 6, 6], 9) == [[0], [1], [2]]  # two rows would do for 18 tokens, not for these
     lengths = [(7 * i) % 23 + 1 for i in range(40)]

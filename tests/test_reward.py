@@ -213,6 +213,9 @@ y=\frac{1}{2}x+3 | y = 1/2x + 3
 .0000672 | 6.72\times 10^-5
 x^{-1} | x^-1
 x=1 \text{ or } x=2 | 2, 1
+385 | \sum_{k=1}^{10} k^2 = 385
+4 | \int_0^2 x^3 dx = 4
+10^{-1.5} | 10^-1.5
 B-x+\frac{C}{x} | B+\frac{C}{x}-x
 R-r | -r+R
 2\lambda+1 | 1+\lambda\cdot 2
@@ -269,6 +272,7 @@ well-known | well+known
 x=5 | y=5
 x+y=5 | 5
 385 | \sum_{k=1}^{10} k^2
+10^{-1.5} | 0.05
 4 | \int_0^2 x^3 dx
 a=1,b=2 | 2,1
 5\text{ lb} | 5\text{ oz}
@@ -540,6 +544,8 @@ def test_a_response_of_nothing_but_open_boxes_is_read_in_time():
         ("The correct answer is C, I am confident.", "C"),
         ("The answer is H, I", None),
         ("That is why the answer is C.", "C"),
+        ("That's why the answer is C.", "C"),
+        ("The answer is C, I'm sure.", "C"),
         ("I wonder why the answer is C.", None),
         ("The answer is not A.", None),
         ("I don't think the answer is B.", None),

@@ -10,6 +10,7 @@ fixture `straight`, what torchrun does in `two_ranks`.
 import json
 import math
 import os
+import pty
 import random
 import re
 import shutil
@@ -408,6 +409,34 @@ def test_ctrl_c_saves_the_last_step_and_says_how_to_go_on(scripts, straight):
     assert run.latest(out)[0] == step
     scripts.succeed("grpo.py", *command("interrupted", keep="9"))
     the_same_run(out, straight, checkpoints=["step_000004"])
+
+
+def test_a_terminal_that_is_closed_saves_the_last_step(tmp_path):
+    """The system refuses each write to it from then on: the handler's own line would end the run unsaved."""
+    code = """
+import time, policy, run
+policy.init_process_group()
+
+def main():
+    run.listen(lambda: open("saved", "w").write("12345"))
+    with run.breakable():
+        while True:
+            print("step", flush=True)
+            time.sleep(0.2)
+
+run.run_script(main)
+"""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(tmp_path)
+        os.execve(sys.executable, [sys.executable, "-c", code], ENV)
+    said = b""
+    while b"step" not in said:
+        said += os.read(terminal, 1000)
+    time.sleep(0.1)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert (tmp_path / "saved").read_text() == "12345"
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(scripts, meddle):
