@@ -428,6 +428,7 @@ run.run_script(main)
 """
     pid, terminal = pty.fork()
     if not pid:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, as there by design
         os.chdir(tmp_path)
         os.execve(sys.executable, [sys.executable, "-c", code], ENV)
     said = b""
@@ -664,10 +665,10 @@ def test_a_cold_start_that_is_killed_goes_on_and_gives_the_same_bits(scripts, me
     os.kill(running, signal.SIGKILL)
     assert scripts.wait()[0] == -signal.SIGKILL
     assert saved.exists() and not (scripts.folder / "taught_killed").exists()
-    # then the terminal is closed: what was done since the last checkpoint is saved
+    # then it is told to stop: what was done since the last checkpoint is saved
     [running] = scripts.start("sft.py", *SFT, "taught_killed")
     until(lambda: has_row(scripts.folder / "taught_killed.training", 20))
-    os.kill(running, signal.SIGHUP)
+    os.kill(running, signal.SIGTERM)
     code, _, err = scripts.wait()
     last, _ = run.latest(scripts.folder / "taught_killed.training")
     assert code == 130 and last >= 20 and f"continues after step {last}, which is saved" in err
