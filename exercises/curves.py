@@ -41,7 +41,7 @@ CURVES = {
     "negative-distance": ([RUN + "--kl 0.001 --kl_estimator k1 --steps 5"], ["policy/kl_ref"]),
     "never-ends": ([TAUGHT], ["length/truncated", "tool/used"]),
     "shy-student": ([SHY], ["tool/used", "length/policy_tokens"]),
-    "two-machines": ([ROWS + "16384", ROWS + "1024"], ["policy/grad_norm"]),
+    "two-machines": ([ROWS + "16384", ROWS + "200"], ["policy/loss", "policy/grad_norm"]),
     "unfair-credit": ([LONG], ["sum of a group's advantages, step 1", "reward/correct"]),
     "unlucky-pass": ([TESTED], ["pass@k, 64 problems, 8 samples"]),
 }
