@@ -194,9 +194,7 @@ def update(
             sums["trained"] += row["mask"].sum()
             if keep:
                 note(row, "ratio", (logp.detach() - old).clamp(-20, 20).exp())
-        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-        sharded_norm = torch.nn.utils.get_total_norm(gradients)
-        norm = net.full(sharded_norm)
+        sharded_norm, norm = net.gradient_norm(policy)
         bad = (~torch.isfinite(norm + sums["policy/loss"])).float()  # a NaN loss may have a gradient of 0
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)  # so that all ranks look for the place together
         if bad:
@@ -206,7 +204,6 @@ def update(
                 f"{net.broken(policy, places)}; start again in a new --out, with --lr below {config.lr} "
                 "(from a checkpoint by --model OUT/checkpoints/step_.../model)"
             )
-        # only now: divided by a norm of NaN every gradient would be NaN, and hide where it began
         torch.nn.utils.clip_grads_with_norm_(policy.parameters(), config.clip_norm, sharded_norm)
         optimizer.step()
         optimizer.zero_grad()

@@ -399,6 +399,16 @@ def broken(policy: Policy, rows) -> str:
     return f": the gradient of {gradients[-1]} is not" if gradients else ""
 
 
+def gradient_norm(policy: Policy) -> tuple[Tensor, Tensor]:
+    """Norm of the whole gradient: in shards, as torch clips by it, and whole. Every rank has to call it.
+
+    Look at it before the clipping: divided by a norm of NaN every gradient is NaN, and hides where it began.
+    """
+    gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
+    sharded = torch.nn.utils.get_total_norm(gradients)
+    return sharded, full(sharded)
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor of a sharded one; every rank has to call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

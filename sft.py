@@ -241,9 +241,7 @@ def train(policy: net.Policy, examples, config: Config, device: str = "cpu", tok
         rate = config.lr * learning_rate(step, steps, config.warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
-        sharded_norm = torch.nn.utils.get_total_norm(gradients)
-        norm = net.full(sharded_norm)
+        sharded_norm, norm = net.gradient_norm(policy)
         if not torch.isfinite(norm + total):  # a NaN loss may have a gradient of 0
             raise FloatingPointError(
                 f"step {step + 1}: loss or gradient is not finite{net.broken(policy, rows)}; "
